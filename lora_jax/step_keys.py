@@ -1,0 +1,50 @@
+"""The one list of keys of the dispatch table: warm-up, lookup, logs, memory report and tests all use it. Host only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .config import SchedulerConfig
+
+Phase = Literal["prefill", "decode", "sample", "prompt_logprobs", "sampling_state"]
+SampleMode = Literal["greedy", "full", "logprobs"]
+SAMPLE_MODES: tuple[SampleMode, ...] = ("greedy", "full", "logprobs")
+
+
+@dataclass(frozen=True, order=True)
+class StepKey:
+    """Names one executable.
+
+    phase: what it does. bucket: rows (decode, sample) or tokens (prefill, prompt_logprobs) it is padded to.
+    lora: whether any adapter is active in the batch. mode: how a sample entry chooses tokens, "" elsewhere.
+    """
+
+    phase: Phase
+    bucket: int
+    lora: bool = False
+    mode: str = ""
+
+    def __str__(self) -> str:
+        tail = f"/{self.mode}" if self.mode else ""
+        return f"{self.phase}[{self.bucket}]{'+lora' if self.lora else ''}{tail}"
+
+
+def step_keys(scheduler: SchedulerConfig, enable_lora: bool) -> list[StepKey]:
+    """Every key that can occur. Order: the plain steps first, so that they compile first."""
+    keys: list[StepKey] = []
+    for lora in (False, True) if enable_lora else (False,):
+        keys += [StepKey("decode", b, lora) for b in scheduler.row_buckets]
+        keys += [StepKey("prefill", b, lora) for b in scheduler.token_buckets]
+        keys += [StepKey("prompt_logprobs", b, lora) for b in scheduler.token_buckets]
+    keys += [StepKey("sample", b, mode=m) for b in scheduler.row_buckets for m in SAMPLE_MODES]
+    keys.append(StepKey("sampling_state", 1))
+    return keys
+
+
+def bucket_for(n: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds n."""
+    for b in buckets:
+        if n <= b:
+            return b
+    raise AssertionError(f"{n} exceeds the largest bucket {buckets[-1]}")
