@@ -109,7 +109,7 @@ class EngineArgs:
     max_lora_rank: int | Literal["auto"] = _opt("auto", "largest adapter rank (auto: of the adapters named at start, else 16)")
     max_cpu_loras: int | None = _opt(None, "adapters kept in host memory (default: 4 x max_loras)")
     lora_target_modules: tuple[str, ...] | None = _opt(None, "linears that get adapter slots (default: all)")
-    lora_modules: tuple[str, ...] = _opt((), "adapters to load at start, name=path")
+    lora_modules: tuple[str, ...] = _opt((), "adapters to load at start, name=path", metavar="NAME=PATH")
     max_model_len: int | None = _opt(None, "prompt plus output tokens (default: the largest that fits)")
     max_num_seqs: int | None = _opt(None, "rows of a batch (default: 64 on a GPU, 8 on CPU)")
     max_num_batched_tokens: int | None = _opt(None, "prompt tokens of one step (default: 2048 on a GPU, 512 on CPU)")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from .config import SchedulerConfig
 
-Phase = Literal["prefill", "decode", "sample", "prompt_logprobs", "sampling_state"]
+Phase = Literal["prefill", "decode", "prompt_logprobs", "sample", "sampling_state", "init", "init_slots", "write_slot"]
 SampleMode = Literal["greedy", "full", "logprobs"]
 SAMPLE_MODES: tuple[SampleMode, ...] = ("greedy", "full", "logprobs")
 
@@ -16,7 +16,7 @@ SAMPLE_MODES: tuple[SampleMode, ...] = ("greedy", "full", "logprobs")
 class StepKey:
     """Names one executable.
 
-    phase: what it does. bucket: rows (decode, sample) or tokens (prefill, prompt_logprobs) it is padded to.
+    phase: what it does ("init*": makes the state that later steps pass on). bucket: rows (decode, sample) or tokens (prefill, prompt_logprobs) it is padded to.
     lora: whether any adapter is active in the batch. mode: how a sample entry chooses tokens, "" elsewhere.
     """
 
@@ -38,7 +38,9 @@ def step_keys(scheduler: SchedulerConfig, enable_lora: bool) -> list[StepKey]:
         keys += [StepKey("prefill", b, lora) for b in scheduler.token_buckets]
         keys += [StepKey("prompt_logprobs", b, lora) for b in scheduler.token_buckets]
     keys += [StepKey("sample", b, mode=m) for b in scheduler.row_buckets for m in SAMPLE_MODES]
-    keys.append(StepKey("sampling_state", 1))
+    keys += [StepKey("sampling_state", 1), StepKey("init", 1)]
+    if enable_lora:
+        keys += [StepKey("init_slots", 1, lora=True), StepKey("write_slot", 1, lora=True)]
     return keys
 
 

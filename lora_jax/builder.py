@@ -1,0 +1,203 @@
+"""From options to a running device side: configuration, memory plan, weights, programs. Nothing is served before it is done."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from .config import CacheConfig, EngineArgs, LoRAConfig, SchedulerConfig
+from .device import DeviceSetup, compiler_options, free_memory, set_up_device, use_compilation_cache
+from .errors import ConfigError, ModelLoadError
+from .lora.adapter import peek_rank
+from .memory import MemoryPlan, Sizes, check_programs, plan_memory
+from .models.checkpoint import Checkpoint, dummy_params, load_params
+from .models.config import ModelConfig, load_config
+from .models.generation import GenerationDefaults, load_generation_defaults
+from .models.llama import hf_plan
+from .models.resolve import resolve_model
+from .models.shapes import SHAPES, known_shape
+from .runtime import Runtime
+from .spec import RuntimeSpec, build_table, fixed_bytes, make_spec
+from .tokenizer import Tokenizer
+
+log = logging.getLogger("lora_jax")
+
+CPU_KV_LIMIT = 4 << 30  # bytes of KV pages taken on CPU without being asked for
+DEFAULT_RANK = 16
+
+
+@dataclass(frozen=True)
+class Built:
+    """What `build` gives the engine. base_tensor: the checkpoint's own tensor by name (None with dummy weights)."""
+
+    runtime: Runtime
+    tokenizer: Tokenizer | None
+    defaults: GenerationDefaults
+    memory: MemoryPlan
+    base_tensor: Callable[[str], np.ndarray] | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the model comes from. folder: None for a known shape."""
+
+    folder: Any
+    config: ModelConfig
+    defaults: GenerationDefaults
+
+
+def build(args: EngineArgs) -> Built:
+    """Raises: ConfigError, ModelLoadError, CapacityError, AdapterError."""
+    source = _find(args)
+    setup = set_up_device(args.device, args.implementation, args.gpu_memory_utilization)
+    dtype = _dtype(args, source.config, setup)
+    tokenizer = _tokenizer(args, source)
+    lora_config = _lora_config(args)
+    spec, plan = _plan(args, source, setup, dtype, lora_config)
+    checkpoint = None if args.load_format == "dummy" else Checkpoint.open(source.folder)
+    params = _load(args, source.config, spec, checkpoint)
+    table = _compile(args, spec, params)
+    plan = check_programs(plan, table.temp_bytes())
+    log.info("memory plan:\n%s\nmax_model_len=%d", plan, plan.max_model_len)
+    text = tokenizer.token_text if tokenizer is not None else lambda token: None
+    runtime = Runtime(spec, params, table, text)
+    if setup.is_gpu:
+        runtime.warm_up()
+    return Built(runtime, tokenizer, source.defaults, plan, _base_tensor(checkpoint))
+
+
+def _find(args: EngineArgs) -> _Source:
+    if args.load_format == "dummy" and args.model in SHAPES:
+        return _Source(None, known_shape(args.model), GenerationDefaults())
+    folder = resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
+    config, raw = load_config(folder)
+    return _Source(folder, config, load_generation_defaults(folder, raw))
+
+
+def _dtype(args: EngineArgs, config: ModelConfig, setup: DeviceSetup) -> Any:
+    name = args.dtype
+    if name == "auto":
+        name = (config.dtype or "bfloat16") if setup.is_gpu else "float32"
+        if name == "float32" and setup.is_gpu:
+            name = "bfloat16"  # as vLLM: a float32 checkpoint is served in half precision unless dtype says otherwise
+    return jnp.dtype(name)
+
+
+def _tokenizer(args: EngineArgs, source: _Source) -> Tokenizer | None:
+    if args.tokenizer is not None:
+        return Tokenizer.load(args.tokenizer, args.revision)
+    if source.folder is None:
+        return None
+    try:
+        return Tokenizer.load(str(source.folder))
+    except ModelLoadError as e:
+        if args.load_format == "dummy":
+            return None
+        log.warning("no tokenizer: %s; only prompt_token_ids can be served", e)
+        return None
+
+
+def _lora_config(args: EngineArgs) -> LoRAConfig | None:
+    if not args.enable_lora:
+        return None
+    rank = args.max_lora_rank
+    if rank == "auto":
+        paths = [item.partition("=")[2] for item in args.lora_modules]
+        rank = max((peek_rank(p) for p in paths), default=DEFAULT_RANK)
+    in_memory = max(args.max_cpu_loras or 4 * args.max_loras, len(args.lora_modules))
+    return LoRAConfig(args.max_loras, rank, in_memory, args.lora_target_modules)
+
+
+def _plan(args: EngineArgs, source: _Source, setup: DeviceSetup, dtype: Any, lora: LoRAConfig | None):
+    """(RuntimeSpec, MemoryPlan): sizes first, with a cache of one page, then the cache that fits."""
+    model = source.config
+    seqs = args.max_num_seqs or (64 if setup.is_gpu else 8)
+    budget = args.max_num_batched_tokens or (2048 if setup.is_gpu else 512)
+    cache = use_compilation_cache(args.compilation_cache_dir)
+
+    def spec_for(num_pages: int, max_model_len: int) -> RuntimeSpec:
+        return make_spec(
+            model,
+            dtype,
+            setup,
+            SchedulerConfig(seqs, min(budget, max_model_len * seqs), max_model_len),
+            CacheConfig(args.page_size, num_pages),
+            lora,
+            max_logprobs=args.max_logprobs,
+            seed=args.seed,
+            compiler_options=compiler_options(setup, args.enable_command_buffers, cache),
+        )
+
+    positions = model.max_position_embeddings
+    if args.max_model_len and args.max_model_len > positions:
+        raise ConfigError(f"max_model_len={args.max_model_len} exceeds the model's max_position_embeddings={positions}")
+    draft = spec_for(2, args.max_model_len or positions)
+    shapes = [jax.ShapeDtypeStruct(hf.shape, dtype) for hf in hf_plan(model).values()]
+    weights, slots, state = fixed_bytes(draft, shapes)
+    page = args.page_size * model.num_layers * 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
+    sizes = Sizes(weights, slots, state, _estimate_programs(draft), page)
+    plan = plan_memory(
+        sizes,
+        limit=free_memory(setup, args.gpu_memory_utilization),
+        page_size=args.page_size,
+        max_num_seqs=seqs,
+        model_positions=positions,
+        max_model_len=args.max_model_len,
+        num_pages=args.num_pages,
+        kv_limit=None if setup.is_gpu else CPU_KV_LIMIT,
+    )
+    return spec_for(plan.num_pages, plan.max_model_len), plan
+
+
+def _estimate_programs(spec: RuntimeSpec) -> int:
+    """Temporaries of the largest step, from above: activations and attention scores of a full prefill, and sampling."""
+    model, scheduler = spec.model, spec.builder.scheduler
+    tokens, item = scheduler.token_buckets[-1], jnp.dtype(spec.dtype).itemsize
+    width = 6 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_dim
+    scores = 3 * 4 * model.num_heads * 256 + 3 * 4 * model.num_heads * model.head_dim
+    prefill = tokens * (width * item + scores)
+    gathered = 2 * 256 * 2 * model.num_kv_heads * model.head_dim * item
+    sampling = scheduler.row_buckets[-1] * (model.vocab_size * 4 * 6 + gathered)
+    return max(prefill, sampling)
+
+
+def _load(args: EngineArgs, model: ModelConfig, spec: RuntimeSpec, checkpoint: Checkpoint | None):
+    sharding = spec.setup.sharding
+    if checkpoint is None:
+        arrays = dummy_params(hf_plan(model), dtype=spec.dtype, sharding=sharding, seed=args.seed)
+    else:
+        progress = not args.disable_tqdm
+        arrays = load_params(checkpoint, hf_plan(model), dtype=spec.dtype, sharding=sharding, progress=progress)
+    assert set(arrays) == set(spec.definition.paths), set(arrays) ^ set(spec.definition.paths)
+    return tuple(arrays[path] for path in spec.definition.paths)
+
+
+def _compile(args: EngineArgs, spec: RuntimeSpec, params: Any):
+    with tqdm(total=len(spec.keys), desc="compiling steps", unit="step", disable=args.disable_tqdm) as bar:
+
+        def progress(key: Any) -> None:
+            bar.set_postfix_str(str(key), refresh=False)
+            bar.update()
+
+        return build_table(spec, params, threads=max(2, os.cpu_count() or 2), progress=progress)
+
+
+def _base_tensor(checkpoint: Checkpoint | None) -> Callable[[str], np.ndarray] | None:
+    if checkpoint is None:
+        return None
+    tensors = checkpoint.tensors
+
+    def read(name: str) -> np.ndarray:
+        if name == "lm_head.weight" and name not in tensors:  # tied
+            name = "model.embed_tokens.weight"
+        return tensors[name]
+
+    return read

@@ -1,0 +1,322 @@
+"""The engine: requests in, step outputs out. One thread calls `step`; every other method may be called from any thread."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections import deque
+from typing import Any
+
+from .builder import Built, build
+from .config import EngineArgs
+from .dispatch import compilations
+from .errors import AdapterError, AdapterNotFoundError, EngineDeadError, LoraJaxError, RequestError
+from .lora.adapter import Adapter, LoadReport, read_adapter
+from .lora.slots import SlotManager
+from .outputs import OutputState, failed, not_finite
+from .request import LoRARequest, Prompt, Request, SamplingParams, StepOutput
+from .runtime import StepResult
+from .sampling import banned_ids
+from .scheduler import Scheduler, StepPlan
+
+log = logging.getLogger("lora_jax")
+
+MAX_FAILED_STEPS = 3  # in a row; then the fault is not one request's
+
+
+class Engine:
+    """Continuous batching over one model and its adapters.
+
+    Raises at start: ConfigError, ModelLoadError, CapacityError, AdapterError, each saying what to change.
+    """
+
+    def __init__(self, args: EngineArgs):
+        built: Built = build(args)
+        self.args = args
+        self.model_name = args.model
+        self.tokenizer = built.tokenizer
+        self.defaults = built.defaults
+        self.memory_plan = built.memory
+        self.max_logprobs = args.max_logprobs
+        self._built = built
+        self._runtime = built.runtime
+        self.step_table = built.runtime.table
+        spec = built.runtime.spec
+        self.max_model_len = spec.builder.scheduler.max_model_len
+        self._lora = spec.lora
+        self._slots = SlotManager(spec.lora.config.max_loras, spec.lora.config.max_cpu_loras) if spec.lora else None
+        self._scheduler = Scheduler(spec.builder.scheduler, spec.builder.cache, self._slots)
+        self._lock = threading.RLock()
+        self._outputs: dict[str, OutputState] = {}
+        self._aborts: deque[str] = deque()
+        self._ids = itertools.count()
+        self._counts = dict(steps=0, prompt_tokens=0, generation_tokens=0, slot_writes=0, failed_steps=0)
+        self._failed_in_a_row = 0
+        self._dead: Exception | None = None
+        for item in args.lora_modules:
+            name, _, path = item.partition("=")
+            if not name or not path:
+                raise AdapterError(f"lora_modules must hold NAME=PATH, got {item!r}")
+            self.load_lora(name, path)
+        self._compiled_at_start = compilations()
+
+    # -- requests --
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        lora_request: LoRARequest | None = None,
+        request_id: str | None = None,
+    ) -> Request:
+        """Check and tokenize. Loads the adapter first if it is not loaded and `lora_request` has a path.
+
+        Raises: RequestError naming the field, AdapterNotFoundError, AdapterError.
+        """
+        ids = self._prompt_ids(prompt)
+        vocab = self._runtime.spec.model.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.max_logprobs:
+                raise RequestError(
+                    f"{name}={getattr(params, name)} exceeds max_logprobs={self.max_logprobs}", param=name
+                )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
+        bad = [t for t in (params.stop_token_ids or ()) if not 0 <= t < vocab]
+        if bad:
+            raise RequestError(
+                f"stop_token_ids holds {bad[0]}, outside the vocabulary of {vocab}", param="stop_token_ids"
+            )
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no room for an answer",
+                param="prompt",
+            )
+        adapter = self._adapter_for(lora_request)
+        request = Request(
+            request_id=request_id or f"request-{next(self._ids)}",
+            prompt_token_ids=ids,
+            params=params,
+            adapter=adapter,
+            prompt=prompt if isinstance(prompt, str) else None,
+            lora_request=lora_request,
+            eos_token_ids=self.defaults.eos_token_ids,
+            max_tokens=min(params.max_tokens or room, room),
+        )
+        banned_ids(params, request.eos_token_ids)  # refuses what min_tokens cannot hold back
+        with self._lock:
+            never = self._scheduler.never_fits(len(ids) + request.max_tokens)
+        if never is not None:
+            raise RequestError(never, param="max_tokens")
+        return request
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer: send prompt_token_ids", param="prompt")
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+            ids = list(prompt["prompt_token_ids"])
+        else:
+            raise RequestError(
+                f'a prompt is a string or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}', param="prompt"
+            )
+        vocab = self._runtime.spec.model.vocab_size
+        for t in ids:
+            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab:
+                raise RequestError(f"prompt token {t!r} is not an integer in [0, {vocab})", param="prompt")
+        if not ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        return ids
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request made by `make_request`. Raises EngineDeadError after the engine has died."""
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDeadError(f"the engine has stopped: {self._dead}")
+            if request.request_id in self._outputs:
+                raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+            self._outputs[request.request_id] = OutputState.of(request, self.tokenizer)
+            self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; an unknown or finished one is ignored."""
+        self._aborts.append(request_id)
+
+    def has_unfinished(self) -> bool:
+        with self._lock:
+            return self._scheduler.has_unfinished()
+
+    # -- the loop --
+
+    def step(self) -> list[StepOutput]:
+        """Plan, run, commit: at most one device step. Returns what each request got, in no particular order.
+
+        A step that raises fails its own requests; all others are computed again. Raises EngineDeadError when it keeps
+        failing.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._dead}")
+        with self._lock:
+            outputs = self._take_aborts()
+            plan = self._scheduler.plan()
+        if plan is None:
+            return outputs
+        try:
+            for slot, adapter in plan.slot_writes:
+                self._runtime.write_slot(slot, adapter)
+                self._counts["slot_writes"] += 1
+            result = self._runtime.run(plan)
+        except Exception as error:
+            return outputs + self._recover(plan, error)
+        self._failed_in_a_row = 0
+        with self._lock:
+            return outputs + self._commit(plan, result)
+
+    def _take_aborts(self) -> list[StepOutput]:
+        outputs = []
+        while self._aborts:
+            request = self._scheduler.abort(self._aborts.popleft())
+            if request is not None:
+                del self._outputs[request.request_id]
+                outputs.append(StepOutput(request.request_id, finish_reason="abort"))
+        return outputs
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
+        self._counts["steps"] += 1
+        if plan.phase == "prefill":
+            self._counts["prompt_tokens"] += sum(row.num_tokens for row in plan.rows)
+        for (request_id, position), logprobs in result.prompt_logprobs.items():
+            self._outputs[request_id].add_prompt_logprobs(position, logprobs)
+        outputs = []
+        for request in self._scheduler.commit(plan, result.tokens):
+            token = request.token_ids[-1]
+            if token < 0:
+                self._scheduler.finish(request, "abort")
+                del self._outputs[request.request_id]
+                outputs.append(failed(request.request_id, not_finite(request)))
+                continue
+            self._counts["generation_tokens"] += 1
+            out = self._outputs[request.request_id].advance(token, result.logprobs.get(request.request_id))
+            if out.finish_reason is not None:
+                request.stop_reason = out.stop_reason
+                self._scheduler.finish(request, out.finish_reason)
+                del self._outputs[request.request_id]
+            outputs.append(out)
+        return outputs
+
+    def _recover(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+        log.exception("step %s failed; its requests fail, the others are computed again", plan.key)
+        self._counts["failed_steps"] += 1
+        self._failed_in_a_row += 1
+        with self._lock:
+            self._scheduler.reset_running()
+            outputs = []
+            for row in plan.rows:
+                self._scheduler.finish(row.request, "abort")
+                del self._outputs[row.request.request_id]
+                cause = LoraJaxError(f"the step that computed this request failed: {type(error).__name__}: {error}")
+                outputs.append(failed(row.request.request_id, cause))
+            if self._slots is not None:
+                self._slots.forget_slots()
+            if self._failed_in_a_row >= MAX_FAILED_STEPS:
+                self._dead = error
+                raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed, last: {error}") from error
+        try:
+            self._runtime.recover()
+        except Exception as again:
+            self._dead = again
+            raise EngineDeadError(f"the device state could not be made anew: {again}") from again
+        return outputs
+
+    # -- adapters --
+
+    def load_lora(self, name: str, path: str, *, replace: bool = False) -> LoadReport:
+        """Read, check and keep an adapter in host memory; the device slot is written when a request first needs it.
+
+        replace: take the place of an adapter of that name; requests in flight finish with the old weights.
+        Raises: AdapterError, AdapterCapacityError; nothing has changed then.
+        """
+        if self._lora is None or self._slots is None:
+            raise AdapterError(f"adapter {name!r} cannot be loaded: the engine was started without enable_lora")
+        if not isinstance(name, str) or not name:
+            raise AdapterError(f"an adapter's name must be a non-empty string, got {name!r}")
+        model = self._runtime.spec.model
+        adapter = read_adapter(
+            os.fspath(path),
+            name,
+            self._lora.targets,
+            max_rank=self._lora.config.max_lora_rank,
+            tied_embeddings=model.tie_word_embeddings,
+            dtype=self._runtime.spec.dtype,
+            base_tensor=self._built.base_tensor,
+        )
+        with self._lock:
+            self._slots.register(adapter, replace=replace)
+        return adapter.report
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter; requests in flight finish with it. Raises AdapterNotFoundError."""
+        with self._lock:
+            if self._slots is None:
+                raise AdapterNotFoundError(name, [])
+            self._slots.unregister(name)
+
+    def list_loras(self) -> list[LoadReport]:
+        """Reports of the loaded adapters."""
+        with self._lock:
+            return [a.report for a in self._slots.adapters()] if self._slots else []
+
+    def _adapter_for(self, wanted: LoRARequest | None) -> Adapter | None:
+        if wanted is None:
+            return None
+        if self._slots is None:
+            raise RequestError(
+                f"adapter {wanted.lora_name!r} is asked for, but the engine was started without enable_lora",
+                param="lora_request",
+            )
+        with self._lock:
+            try:
+                adapter = self._slots.get(wanted.lora_name)
+            except AdapterNotFoundError:
+                if wanted.lora_path is None:
+                    raise
+                adapter = None
+        if adapter is None:
+            assert wanted.lora_path is not None
+            self.load_lora(wanted.lora_name, wanted.lora_path)
+            with self._lock:
+                return self._slots.get(wanted.lora_name)
+        if wanted.lora_path is not None and os.path.realpath(wanted.lora_path) != os.path.realpath(adapter.path):
+            raise AdapterError(
+                f"adapter {wanted.lora_name!r} is loaded from {adapter.path}, the request names {wanted.lora_path}: "
+                "unload it first, or load_lora(..., replace=True)"
+            )
+        return adapter
+
+    # -- what it is doing --
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and the state of queues, pages and slots now."""
+        with self._lock:
+            s = self._scheduler.stats()
+            return dict(
+                running=s.running,
+                waiting=s.waiting,
+                free_pages=s.free_pages,
+                num_pages=self._scheduler.cache.num_pages,
+                preemptions=s.preemptions,
+                **self._counts,
+                loras=[a.name for a in self._slots.adapters()] if self._slots else [],
+                compilations_after_warmup=compilations() - self._compiled_at_start,
+            )
+
+    def check_integrity(self) -> None:
+        """Assert that no page, row or slot is lost or shared wrongly. For tests and idle moments."""
+        with self._lock:
+            self._scheduler.check_integrity()
+            if self._slots is not None:
+                self._slots.check_integrity()

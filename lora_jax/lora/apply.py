@@ -1,0 +1,173 @@
+"""Adapters on ordinary NNX modules: a class swap gives a module its adapter stacks, nothing else about it changes.
+
+The swapped class is a subclass, so paths, parameters, checkpoints and isinstance checks stay as they were. All modules of a
+group share one pair of stacked variables, and all modules called on the same rows share one variable of slot ids: few leaves,
+and the step's inputs set every module at once. Only this file imports the LoRA kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from lora_jax.kernels import lora_expand, lora_shrink
+
+from ..errors import ConfigError
+from .sites import GroupShape, LoRASite
+
+
+class LoRAStack(nnx.Variable):
+    """One group's stacked A or B (see `GroupShape` for shapes). Metadata: group, part ("a" or "b")."""
+
+
+class SlotIds(nnx.Variable):
+    """int32 [rows]: each row's device slot, -1 for the base model; an explicit input of the step. Metadata: rows
+    ("token": the decoder's rows, "head": those of the logits)."""
+
+
+@functools.partial(jax.jit, static_argnames=("slices", "implementation", "interpret"))
+def _delta(y, x, a, b, slot_ids, layer, *, slices, implementation, interpret):
+    # a jit of its own with the layer as operand: one lowering and one kernel a linear shape, however many layers
+    h = lora_shrink(x, a, slot_ids, layer, implementation=implementation, interpret=interpret)
+    return lora_expand(y, h, b, slot_ids, layer, slices=slices, implementation=implementation, interpret=interpret)
+
+
+def lora_linear(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    a: jax.Array,
+    b: jax.Array,
+    slot_ids: jax.Array,
+    layer: int,
+    *,
+    slices: tuple[int, ...],
+    precision: lax.PrecisionLike = None,
+    implementation: str = "xla",
+    interpret: bool = False,
+) -> jax.Array:
+    """x @ kernel + bias + each row's own adapter delta (Hu et al., LoRA, 2021; Punica's shrink and expand, 2023).
+
+    x [..., in], kernel [in, out], bias [out] or None; a [layers, slots, len(slices) * rank, in], b [layers, slots, rank, out]
+    with the scale folded in; slot_ids int32 [x.shape[0]], -1: base, bit for bit. Base product and delta belong to one op, so
+    that a fused kernel can take both.
+    """
+    y = lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+    if bias is not None:
+        y = y + bias
+    rows = x.size // x.shape[-1]
+    ids = jnp.repeat(slot_ids, rows // slot_ids.shape[0], total_repeat_length=rows) if x.ndim > 2 else slot_ids
+    out = _delta(
+        y.reshape(rows, -1),
+        x.reshape(rows, -1),
+        a,
+        b,
+        ids,
+        jnp.int32(layer),
+        slices=slices,
+        implementation=implementation,
+        interpret=interpret,
+    )
+    return out.reshape(y.shape)
+
+
+class LoRALinear(nnx.Linear):
+    """`nnx.Linear` after `attach`."""
+
+    def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        return lora_linear(x, kernel, bias, **lora_operands(self), precision=self.precision)
+
+
+class LoRAEmbed(nnx.Embed):
+    """`nnx.Embed` after `attach`: adds A[:, token] through B, the shrink being a gather."""
+
+    def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
+        y = super().__call__(inputs)
+        op = lora_operands(self)
+        rows = inputs.reshape(-1)
+        ids = jnp.repeat(op["slot_ids"], rows.size // op["slot_ids"].shape[0], total_repeat_length=rows.size)
+        h = op["a"][op["layer"], jnp.maximum(ids, 0), rows].astype(jnp.float32)  # [rows, rank]
+        out = lora_expand(
+            y.reshape(rows.size, -1),
+            h[None],
+            op["b"],
+            ids,
+            jnp.int32(op["layer"]),
+            slices=op["slices"],
+            implementation=op["implementation"],
+            interpret=op["interpret"],
+        )
+        return out.reshape(y.shape)
+
+
+def lora_operands(module) -> dict[str, Any]:
+    """The adapter arguments of `lora_linear` for an attached module."""
+    return dict(
+        a=module.lora_a[...],
+        b=module.lora_b[...],
+        slot_ids=module.lora_slots[...],
+        layer=module.lora_layer,
+        slices=module.lora_slices,
+        implementation=module.lora_implementation,
+        interpret=module.lora_interpret,
+    )
+
+
+_SUBCLASS: dict[type, type] = {nnx.Linear: LoRALinear, nnx.Embed: LoRAEmbed}
+
+
+def register_lora_class(kind: type, subclass: type) -> None:
+    """Say which subclass of `kind` applies adapters; its __call__ uses `lora_linear(..., **loralora_operands(self))`."""
+    assert issubclass(subclass, kind)
+    _SUBCLASS[kind] = subclass
+
+
+def _swap_class(module: nnx.Module, name: str) -> None:
+    kind = type(module)
+    if kind not in _SUBCLASS:
+        raise ConfigError(f"{name}: no adapter can attach to a {kind.__name__}")
+    if isinstance(module, nnx.Linear) and (
+        module.dot_general is not lax.dot_general or module.preferred_element_type is not None
+    ):
+        raise ConfigError(f"{name}: a Linear with its own dot_general or preferred_element_type takes no adapter")
+    module.__class__ = _SUBCLASS[kind]
+
+
+def attach(
+    model: nnx.Module,
+    sites: Iterable[LoRASite],
+    groups: Mapping[str, GroupShape],
+    *,
+    max_loras: int,
+    rank: int,
+    dtype: jnp.dtype,
+    implementation: str,
+    interpret: bool = False,
+) -> None:
+    """Give the modules at `sites` their stacks, as shapes without arrays: the caller supplies arrays when it merges.
+
+    Mutates `model`. Raises ConfigError naming a module that cannot carry an adapter.
+    """
+    shapes = {name: shape.shapes(max_loras, rank) for name, shape in groups.items()}
+    stacks = {
+        name: tuple(
+            LoRAStack(jax.ShapeDtypeStruct(s, dtype), group=name, part=p) for p, s in zip("ab", ab, strict=True)
+        )
+        for name, ab in shapes.items()
+    }
+    slots = {rows: SlotIds(jax.ShapeDtypeStruct((1,), jnp.int32), rows=rows) for rows in ("token", "head")}
+    for site in sites:
+        module = functools.reduce(lambda m, k: m[k] if isinstance(k, int) else getattr(m, k), site.path, model)
+        _swap_class(module, "/".join(map(str, site.path)))
+        module.lora_a, module.lora_b = stacks[site.group]
+        module.lora_slots = slots["head" if site.head else "token"]
+        module.lora_layer, module.lora_slices = site.layer, site.slices
+        module.lora_implementation, module.lora_interpret = implementation, interpret

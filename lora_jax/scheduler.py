@@ -1,0 +1,387 @@
+"""Continuous batching: which requests run in the next step, on which pages, rows and adapter slots.
+
+Host only: never imports jax. One thread uses a `Scheduler`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from .block_pool import BlockPool
+from .config import CacheConfig, SchedulerConfig
+from .request import FinishReason, Request
+from .step_keys import StepKey, bucket_for
+
+
+class SlotSource(Protocol):
+    """Device slots of adapters, as the scheduler needs them: held from `acquire` to the matching `release`."""
+
+    def acquire(self, adapter: Any, /) -> tuple[int, bool] | None:
+        """(slot, whether the weights must be written into it first), or None: running requests hold every slot."""
+        ...
+
+    def release(self, adapter: Any, /) -> None:
+        """Ends one `acquire`. The weights stay in the slot until somebody else needs it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """Tokens [start, start + num_tokens) of request.token_ids; samples: the last of them gives a new token."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. slot_writes: (slot, adapter) pairs to be written on the device before it runs.
+
+    prefill: at most max_prefill_seqs rows and max_num_batched_tokens tokens; only the first row may have start > 0,
+    only the last may have samples False. decode: one token a row, all rows sample.
+    """
+
+    phase: Literal["prefill", "decode"]
+    rows: list[ScheduledRow]
+    key: StepKey
+    slot_writes: list[tuple[int, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """Counts of requests, pages, and of preemptions since the start."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    preemptions: int
+
+
+class Scheduler:
+    """Decides step by step; the engine's loop is
+
+        plan = scheduler.plan()                       # None: nothing to do
+        tokens = run(plan)                            # {request_id: token} of the rows with samples=True
+        for request in scheduler.commit(plan, tokens):  # those that got a token, which is appended already
+            if done(request): scheduler.finish(request, reason)
+
+    Between `plan` and `commit` a request may be aborted or finished; `commit` then drops its row.
+    A step that raised is never committed: `reset_running()` and go on.
+
+    Order. Requests are admitted as they came. A request enters when a row, the pages of all its tokens (plus one page
+    for each running request, so that it isn't thrown out at once) and its adapter's slot are there. A request that
+    lacks only a slot may be passed: by base-model requests always, since they hold no slot that it could wait for;
+    by requests whose adapter is resident at most `max_passes` times (max_num_seqs), after which the slots drain.
+    Prefill and decode steps alternate while there is work for both.
+
+    Preemption. When pages run out, the running request that came last gives everything back, keeps its tokens, and
+    waits in order of arrival; all its tokens are computed again later. So the oldest running request is never
+    preempted, and it advances at least in every second step.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, slots: SlotSource | None = None):
+        """slots: None where no adapters are served."""
+        self.config = config
+        self.cache = cache
+        self.max_pages_per_seq = cache.pages_for(config.max_model_len)
+        self.max_passes = config.max_num_seqs
+        self.preemptions = 0
+        self._slots = slots
+        self._pool = BlockPool(cache.num_pages)
+        self._requests: dict[str, Request] = {}
+        self._order: dict[Request, int] = {}  # position in order of arrival
+        self._next_order = 0
+        self._waiting: list[Request] = []  # both lists in order of arrival
+        self._running: list[Request] = []
+        self._partial: Request | None = None  # the running request whose prefill isn't through yet
+        self._passed: dict[Request, int] = {}  # by how many resident adapters a waiting request was passed
+        self._free_rows = list(range(config.max_num_seqs))  # a heap
+        self._in_flight: StepPlan | None = None
+        self._last_phase = "decode"
+        self._blocked = False  # the last look at the queue admitted nobody, and nothing was released or added since
+
+    # -- requests come and go --
+
+    def never_fits(self, num_tokens: int) -> str | None:
+        """Why a request of num_tokens (prompt plus the most it may generate) could never run; None: it can."""
+        if num_tokens > self.config.max_model_len:
+            limit = self.config.max_model_len
+            return f"{num_tokens} tokens exceed max_model_len={limit}; shorten the prompt or max_tokens"
+        need, have = self.cache.pages_for(num_tokens), self.cache.num_pages - 1
+        if need > have:
+            size = self.cache.page_size
+            return f"{num_tokens} tokens need {need} KV pages of {size} tokens, the cache has {have}; raise num_pages"
+        return None
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Its id must be new, it must not be one that `never_fits`."""
+        name = request.request_id
+        assert name not in self._requests, f"request id {name!r} is in use"
+        assert request.token_ids, f"request {name!r} has no tokens"
+        assert request.adapter is None or self._slots is not None, f"request {name!r} has an adapter, LoRA is off"
+        refusal = self.never_fits(len(request.token_ids) + 1)
+        assert refusal is None, f"request {name!r}: {refusal}"
+        self._requests[name] = request
+        self._order[request] = self._next_order
+        self._next_order += 1
+        self._waiting.append(request)
+        self._blocked = False
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request, running or waiting, and takes back all it holds."""
+        assert self._requests.get(request.request_id) is request, f"request {request.request_id!r} is not scheduled"
+        if request.row >= 0:
+            self._release(request)
+        else:
+            del self._waiting[self._index(self._waiting, request)]
+            self._passed.pop(request, None)
+            self._blocked = False
+        del self._requests[request.request_id], self._order[request]
+        request.finish_reason = reason
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request with reason "abort". None: no such request, for instance because it has ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, "abort")
+        return request
+
+    def reset_running(self) -> list[Request]:
+        """After a step that lost the device's cache: drops the plan in flight, queues all running requests again."""
+        self._in_flight = None
+        requests = list(self._running)
+        for request in requests:
+            self._requeue(request)
+        return requests
+
+    def unfinished(self) -> list[Request]:
+        """In order of arrival."""
+        return list(self._requests.values())
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(len(self._running), len(self._waiting), self._pool.num_free, self.preemptions)
+
+    # -- one step --
+
+    def plan(self) -> StepPlan | None:
+        """The next step, with rows, pages and slots assigned. None: no request is unfinished."""
+        assert self._in_flight is None, "plan() before the previous plan was committed or reset_running()"
+        if not self._requests:
+            return None
+        if self._last_phase == "prefill":
+            plan = self._plan_decode() or self._plan_prefill()
+        else:
+            plan = self._plan_prefill() or self._plan_decode()
+        assert plan is not None, f"no progress is possible: {self.stats()}, head {self._waiting[:1]}"
+        self._in_flight = plan
+        self._last_phase = plan.phase
+        return plan
+
+    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
+        """Records that the plan's step ran: counts its tokens as computed and appends the sampled ones.
+
+        sampled: request id -> token, for every row with samples=True. Rows of requests that ended meanwhile are
+        dropped, with or without a token. Returns the requests that got a token, in row order.
+        """
+        assert plan is self._in_flight, "commit() of a plan that is not in flight"
+        self._in_flight = None
+        sampled_requests = []
+        for row in plan.rows:
+            request = row.request
+            if self._requests.get(request.request_id) is not request:
+                continue
+            assert request.num_computed == row.start, f"{request.request_id}: {request.num_computed} != {row.start}"
+            request.num_computed += row.num_tokens
+            if row.samples:
+                assert request.request_id in sampled, f"no sampled token for request {request.request_id!r}"
+                request.token_ids.append(sampled[request.request_id])
+                sampled_requests.append(request)
+                if request is self._partial:
+                    self._partial = None
+            else:
+                self._partial = request
+        return sampled_requests
+
+    def _plan_decode(self) -> StepPlan | None:
+        rows: list[ScheduledRow] = []
+        for request in list(self._running):
+            if request.row < 0 or request is self._partial:  # row < 0: preempted for an earlier one just now
+                continue
+            if self._grow(request, request.num_computed + 1, may_leave=True):
+                rows.append(ScheduledRow(request, request.num_computed, 1, samples=True))
+        if not rows:
+            return None
+        return StepPlan("decode", rows, self._key("decode", len(rows), rows))
+
+    def _plan_prefill(self) -> StepPlan | None:
+        rows: list[ScheduledRow] = []
+        writes: list[tuple[int, Any]] = []
+        budget = self.config.max_num_batched_tokens
+        if self._partial is not None:
+            row = self._chunk(self._partial, budget)
+            if not self._grow(self._partial, row.start + row.num_tokens, may_leave=False):
+                return None  # older requests hold the pages: they decode until some are free
+            rows.append(row)
+            budget -= row.num_tokens
+        self._admit(rows, writes, budget)
+        if not rows:
+            return None
+        tokens = sum(row.num_tokens for row in rows)
+        plan = StepPlan("prefill", rows, self._key("prefill", tokens, rows), writes)
+        self._check_prefill(plan)
+        return plan
+
+    def _admit(self, rows: list[ScheduledRow], writes: list[tuple[int, Any]], budget: int) -> None:
+        """Appends waiting requests to a prefill plan, as far as they fit."""
+        if self._blocked:
+            return
+        full, found = False, len(rows)
+        lacking_slot: list[Request] = []
+        refused: set[int] = set()  # ids of adapters: a long queue asks once for each
+        exhausted = False  # one of lacking_slot may not be passed by an adapter any more
+        for request in list(self._waiting):
+            full = not budget or len(rows) == self.config.max_prefill_seqs
+            if full or not self._has_room(request):
+                break
+            adapter = request.adapter
+            if adapter is not None:
+                if exhausted or id(adapter) in refused or not self._acquire_slot(request, writes):
+                    refused.add(id(adapter))
+                    lacking_slot.append(request)
+                    exhausted = exhausted or self._passed.get(request, 0) >= self.max_passes
+                    continue
+                for passed in lacking_slot:
+                    self._passed[passed] = self._passed.get(passed, 0) + 1
+                    exhausted = exhausted or self._passed[passed] >= self.max_passes
+            row = self._chunk(request, budget)
+            self._start(request, row.num_tokens)
+            rows.append(row)
+            budget -= row.num_tokens
+        self._blocked = len(rows) == found and not full
+
+    # -- resources of one request --
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether a row and pages are free for a waiting request."""
+        headroom = len(self._running)
+        return bool(self._free_rows) and self.cache.pages_for(len(request.token_ids)) + headroom <= self._pool.num_free
+
+    def _acquire_slot(self, request: Request, writes: list[tuple[int, Any]]) -> bool:
+        assert self._slots is not None
+        acquired = self._slots.acquire(request.adapter)
+        if acquired is None:
+            return False
+        request.slot, must_write = acquired
+        if must_write:
+            writes.append((request.slot, request.adapter))
+        return True
+
+    def _start(self, request: Request, num_tokens: int) -> None:
+        """Moves a waiting request to a row and to pages for num_tokens; `_has_room` said that they are there."""
+        del self._waiting[self._index(self._waiting, request)]
+        request.row = heapq.heappop(self._free_rows)
+        pages = self._pool.allocate(self.cache.pages_for(num_tokens))
+        assert pages is not None, f"no pages for {num_tokens} tokens, {self._pool.num_free} free"
+        request.pages = pages
+        self._passed.pop(request, None)
+        bisect.insort(self._running, request, key=self._order.__getitem__)
+
+    def _grow(self, request: Request, num_tokens: int, *, may_leave: bool) -> bool:
+        """Makes a running request's pages cover num_tokens, preempting later ones if need be.
+
+        False: the pages are held by earlier requests; it has been preempted itself if it may_leave.
+        """
+        assert num_tokens < self.config.max_model_len, f"{request.request_id!r} leaves no room to sample: {num_tokens}"
+        need = self.cache.pages_for(num_tokens) - len(request.pages)
+        while need > self._pool.num_free:
+            victim = self._running[-1]
+            if victim is request and not may_leave:
+                return False
+            self.preemptions += 1
+            self._requeue(victim)
+            if victim is request:
+                return False
+        if need > 0:
+            request.pages += self._pool.allocate(need) or []
+        return True
+
+    def _requeue(self, request: Request) -> None:
+        self._release(request)
+        bisect.insort(self._waiting, request, key=self._order.__getitem__)
+
+    def _release(self, request: Request) -> None:
+        """Takes back all that a running request holds."""
+        del self._running[self._index(self._running, request)]
+        self._pool.free(request.pages)
+        heapq.heappush(self._free_rows, request.row)
+        if request.adapter is not None and self._slots is not None:
+            self._slots.release(request.adapter)
+        request.pages, request.row, request.slot, request.num_computed = [], -1, -1, 0
+        if request is self._partial:
+            self._partial = None
+        self._blocked = False
+
+    # -- small helpers --
+
+    def _index(self, queue: list[Request], request: Request) -> int:
+        i = bisect.bisect_left(queue, self._order[request], key=self._order.__getitem__)
+        assert i < len(queue) and queue[i] is request, f"request {request.request_id!r} is not queued where expected"
+        return i
+
+    def _chunk(self, request: Request, budget: int) -> ScheduledRow:
+        start, end = request.num_computed, len(request.token_ids)
+        n = min(budget, end - start)
+        return ScheduledRow(request, start, n, samples=start + n == end)
+
+    def _key(self, phase: Literal["prefill", "decode"], n: int, rows: list[ScheduledRow]) -> StepKey:
+        buckets = self.config.token_buckets if phase == "prefill" else self.config.row_buckets
+        return StepKey(phase, bucket_for(n, buckets), lora=any(row.request.adapter is not None for row in rows))
+
+    def _check_prefill(self, plan: StepPlan) -> None:
+        """What the device program relies on: see StepPlan, and the room for page numbers that its bucket has."""
+        assert all(row.start == 0 for row in plan.rows[1:]), [row.start for row in plan.rows]
+        assert all(row.samples for row in plan.rows[:-1]), [row.samples for row in plan.rows]
+        pages = sum(len(row.request.pages) for row in plan.rows)
+        room = self.max_pages_per_seq + plan.key.bucket // self.cache.page_size + self.config.max_prefill_seqs
+        assert pages <= room, f"{pages} pages in {plan.key}, room for {room}"
+
+    def check_integrity(self) -> None:
+        """Asserts that nothing is lost, shared or out of order. O(pages + requests): for tests and idle moments."""
+        running, waiting = self._running, self._waiting
+        self._pool.check_integrity(request.pages for request in running)
+        assert sorted([*self._free_rows, *(r.row for r in running)]) == list(range(self.config.max_num_seqs)), (
+            f"rows free {sorted(self._free_rows)}, in use {[r.row for r in running]}"
+        )
+        for queue in (running, waiting):
+            order = [self._order[r] for r in queue]
+            assert order == sorted(set(order)), f"not in order of arrival: {order}"
+        assert {*running, *waiting} == set(self._requests.values()) == self._order.keys(), "a request is lost"
+        assert len(running) + len(waiting) == len(self._requests), "a request is both running and waiting"
+        assert self._passed.keys() <= set(waiting), "passes counted for a request that does not wait"
+        assert self._partial is None or self._partial in running, "the partial request does not run"
+        for r in waiting:
+            held = (r.pages, r.row, r.slot, r.num_computed)
+            assert held == ([], -1, -1, 0), f"waiting request {r.request_id!r} holds {held}"
+        slots: dict[int, Any] = {}
+        for r in running:
+            self._check_running(r)
+            assert r.slot < 0 or slots.setdefault(r.slot, r.adapter) is r.adapter, f"slot {r.slot} has two adapters"
+        assert len({id(adapter) for adapter in slots.values()}) == len(slots), f"an adapter has two slots: {slots}"
+
+    def _check_running(self, request: Request) -> None:
+        name, computed, total = request.request_id, request.num_computed, len(request.token_ids)
+        covered = len(request.pages) * self.cache.page_size
+        assert computed <= min(total, covered), f"{name}: {computed} computed, {total} tokens, pages for {covered}"
+        assert len(request.pages) <= self.max_pages_per_seq, f"{name}: {len(request.pages)} pages"
+        assert (request.slot >= 0) == (request.adapter is not None), f"{name}: slot {request.slot}"
+        if self._in_flight is None and request is not self._partial:
+            assert computed == total - 1, f"{name} decodes with {computed} of {total} tokens computed"

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server. Nothing here is imported unless a server is started."""

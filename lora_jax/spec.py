@@ -1,0 +1,195 @@
+"""What decides the programs, and the list of what to compile for each key. Shapes only: nothing is allocated here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .batch import BatchBuilder
+from .config import CacheConfig, LoRAConfig, SchedulerConfig
+from .device import DeviceSetup
+from .dispatch import Entry, StepTable
+from .errors import ConfigError
+from .kv_cache import kv_shape
+from .lora.adapter import TargetSpec
+from .lora.apply import attach
+from .lora.sites import GroupShape, LoRASite, group_shapes, target_specs
+from .lora.weights import stack_avals, write_slot
+from .models.config import ModelConfig
+from .models.llama import abstract_model, lora_sites
+from .sampling import batch_arrays, init_state, reset_row, sample_full, sample_greedy, sample_logprobs, state_avals
+from .step import ModelDef, lora_steps, plain_steps
+from .step_keys import StepKey, step_keys
+
+
+@dataclass(frozen=True)
+class LoRARuntime:
+    """What serving adapters adds: limits, the module definition with adapters, where each target's weights go."""
+
+    config: LoRAConfig
+    definition: ModelDef
+    groups: dict[str, GroupShape]
+    targets: dict[str, TargetSpec]
+
+
+@dataclass(frozen=True)
+class RuntimeSpec:
+    """All that decides the programs."""
+
+    setup: DeviceSetup
+    model: ModelConfig
+    dtype: Any
+    definition: ModelDef
+    builder: BatchBuilder
+    lora: LoRARuntime | None
+    max_logprobs: int
+    seed: int
+    compiler_options: dict[str, object]
+
+    @property
+    def keys(self) -> list[StepKey]:
+        return step_keys(self.builder.scheduler, self.lora is not None)
+
+
+def make_spec(
+    model: ModelConfig,
+    dtype: Any,
+    setup: DeviceSetup,
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    lora: LoRAConfig | None,
+    *,
+    max_logprobs: int = 20,
+    seed: int = 0,
+    compiler_options: dict[str, object] | None = None,
+) -> RuntimeSpec:
+    """Raises ConfigError when lora.target_modules names a module that the model does not have."""
+    plain = ModelDef.of(abstract_model(model, dtype))
+    return RuntimeSpec(
+        setup,
+        model,
+        dtype,
+        plain,
+        BatchBuilder(scheduler, cache),
+        None if lora is None else _lora_runtime(model, dtype, setup.implementation, lora, plain),
+        max_logprobs,
+        seed,
+        compiler_options or {},
+    )
+
+
+def _lora_runtime(
+    model: ModelConfig, dtype: Any, implementation: str, lora: LoRAConfig, plain: ModelDef
+) -> LoRARuntime:
+    wanted = lambda name: lora.target_modules is None or name.rsplit(".", 1)[-1] in lora.target_modules  # noqa: E731
+    sites = lora_sites(model)
+    _check_targets(lora, sites)
+    sites = [site for site in sites if any(map(wanted, site.names))]
+    groups, tree = group_shapes(sites), abstract_model(model, dtype)
+    limits = dict(max_loras=lora.max_loras, rank=lora.padded_rank)
+    attach(tree, sites, groups, **limits, dtype=dtype, implementation=implementation)
+    definition = ModelDef.of(tree)
+    assert definition.paths == plain.paths, "attaching changed the model's own parameters"
+    targets = {name: target for name, target in target_specs(sites).items() if wanted(name)}
+    return LoRARuntime(lora, definition, groups, targets)
+
+
+def _check_targets(lora: LoRAConfig, sites: list[LoRASite]) -> None:
+    last = {name.rsplit(".", 1)[-1] for site in sites for name in site.names}
+    unknown = set(lora.target_modules or ()) - last
+    if unknown:
+        raise ConfigError(f"lora_target_modules: {', '.join(sorted(unknown))} is none of {', '.join(sorted(last))}")
+
+
+def _init(spec: RuntimeSpec):
+    builder, model = spec.builder, spec.model
+    shape = kv_shape(builder.cache, model.num_kv_heads, model.head_dim)
+    pages = tuple(jnp.zeros(shape, spec.dtype) for _ in range(model.num_layers))
+    return pages, init_state(builder.scheduler.max_num_seqs, model.vocab_size)
+
+
+def _lora_stacks(spec: RuntimeSpec) -> dict:
+    assert spec.lora is not None
+    cfg = spec.lora.config
+    return stack_avals(spec.lora.groups, cfg.max_loras, cfg.padded_rank, spec.dtype, spec.setup.sharding)
+
+
+def _placed(spec: RuntimeSpec, tree: Any) -> Any:
+    """Shapes of a tree of arrays, on the engine's mesh."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec.setup.sharding), tree)
+
+
+def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
+    """What to compile for each key. params: arrays or shapes, in the order of spec.definition.paths."""
+    builder, model = spec.builder, spec.model
+    placed = functools.partial(_placed, spec)
+    params = placed(params)
+    kv, state = placed(jax.eval_shape(functools.partial(_init, spec)))
+    vocab, seqs = model.vocab_size, builder.scheduler.max_num_seqs
+    plain = plain_steps(spec.definition, spec.max_logprobs, spec.setup.implementation)
+    adapters = lora_steps(spec.lora.definition, spec.max_logprobs, spec.setup.implementation) if spec.lora else {}
+    stacks = (_lora_stacks(spec),) if spec.lora else ()
+    array = lambda shape, dtype: placed(jax.ShapeDtypeStruct(shape, dtype))  # noqa: E731
+
+    def model_entry(key: StepKey) -> Entry:
+        fn = (adapters if key.lora else plain)[key.phase]
+        head = (params, *(stacks if key.lora else ()))
+        tail = (placed(builder.slot_ids((), key.bucket)),) if key.lora else ()
+        if key.phase == "prompt_logprobs":
+            args = (array((key.bucket, model.hidden_size), spec.dtype), placed(builder.targets((), key.bucket)))
+            donate: tuple[int, ...] = ()
+        else:
+            args = (kv, *placed(getattr(builder, key.phase)((), key.bucket)))
+            donate = (len(head),)
+        # the plain steps first: what they autotune is what the LoRA steps of the same bucket use
+        return Entry(fn, (*head, *args, *tail), donate, spec.compiler_options, wave=int(key.lora))
+
+    def sample_entry(key: StepKey) -> Entry:
+        logits = array((key.bucket, vocab), spec.dtype)
+        batch = placed(batch_arrays((), key.bucket, max_num_seqs=seqs, vocab_size=vocab, engine_seed=spec.seed))
+        if key.mode == "greedy":
+            return Entry(sample_greedy, (logits,), (), spec.compiler_options)
+        if key.mode == "full":
+            return Entry(sample_full, (logits, state, batch), (1,), spec.compiler_options)
+        fn = functools.partial(sample_logprobs, max_logprobs=spec.max_logprobs)
+        return Entry(fn, (logits, state, batch), (1,), spec.compiler_options)
+
+    def state_entry(key: StepKey) -> Entry:
+        if key.phase == "sampling_state":
+            ids = array((builder.scheduler.max_model_len,), jnp.int32)
+            return Entry(reset_row, (state, array((), jnp.int32), ids, ids), (0,))
+        if key.phase == "init":
+            return Entry(functools.partial(_init, spec), ())
+        if key.phase == "init_slots":
+            return Entry(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), stacks[0]), ())
+        one = jax.tree.map(lambda s: array((s.shape[0], 1, *s.shape[2:]), s.dtype), stacks[0])
+        return Entry(write_slot, (stacks[0], array((), jnp.int32), one), (0,))
+
+    kinds: dict[str, Callable[[StepKey], Entry]] = {
+        "decode": model_entry,
+        "prefill": model_entry,
+        "prompt_logprobs": model_entry,
+        "sample": sample_entry,
+    }
+    return {key: kinds.get(key.phase, state_entry)(key) for key in spec.keys}
+
+
+def build_table(spec: RuntimeSpec, params: Any, *, threads: int, progress: Callable[[Any], None]) -> StepTable:
+    """Compile every key. Float32 products are exact float32 ("highest"), not TF32."""
+    precision = "highest" if jnp.dtype(spec.dtype) == jnp.float32 else None
+    return StepTable.build(
+        step_entries(spec, params), mesh=spec.setup.mesh, matmul_precision=precision, threads=threads, progress=progress
+    )
+
+
+def fixed_bytes(spec: RuntimeSpec, params: Any) -> tuple[int, int, int]:
+    """Bytes of weights, LoRA slots and sampling state."""
+    size = lambda tree: sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    state = state_avals(spec.builder.scheduler.max_num_seqs, spec.model.vocab_size)
+    return size(params), size(_lora_stacks(spec)) if spec.lora else 0, size(state)

@@ -1,0 +1,115 @@
+"""The step functions: pure, one pair (without and with adapters) per phase.
+
+The plain functions never see an adapter argument, so an engine with LoRA enabled runs, while no adapter is active, exactly
+the program of an engine without it. Parameters travel as one flat tuple and the module tree is put back together inside the
+trace: calling costs far less than with nested state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from .kv_cache import DecodeInputs, PrefillInputs
+from .lora.apply import LoRAStack, SlotIds
+from .sampling import gather_logprobs
+
+Params = tuple[jax.Array, ...]
+Pages = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class ModelDef:
+    """What is needed to rebuild a model inside a trace from flat parameters (and stacks and slot ids)."""
+
+    graphdef: Any
+    treedef: Any
+    paths: tuple[tuple, ...]  # of the flat parameters, in order
+    slots: tuple = ()  # ((path, variable), ...) of slot ids
+    stacks: tuple = ()
+
+    @classmethod
+    def of(cls, model: nnx.Module) -> ModelDef:
+        """Of a module tree whose arrays may be shapes only."""
+        graphdef, slots, stacks, params = nnx.split(model, SlotIds, LoRAStack, ...)
+        leaves = jax.tree_util.tree_flatten(params)
+        paths = tuple(path for path, _ in nnx.to_flat_state(params))
+        assert len(paths) == len(leaves[0])
+        flat = lambda state: tuple(nnx.to_flat_state(state))  # noqa: E731
+        return cls(graphdef, leaves[1], paths, flat(slots), flat(stacks))
+
+    def plain(self, params: Params) -> Any:
+        return nnx.merge(self.graphdef, jax.tree_util.tree_unflatten(self.treedef, params))
+
+    def with_adapters(self, params: Params, stacks: dict, token_slots: jax.Array, head_slots: jax.Array) -> Any:
+        ids = {"token": token_slots, "head": head_slots}
+        slots = [(path, var.replace(ids[var.rows])) for path, var in self.slots]
+        values = [(path, var.replace(stacks[var.group]["ab".index(var.part)])) for path, var in self.stacks]
+        state = jax.tree_util.tree_unflatten(self.treedef, params)
+        return nnx.merge(self.graphdef, nnx.from_flat_state(slots), nnx.from_flat_state(values), state)
+
+
+def _decode(model, kv: Pages, tokens: jax.Array, meta: jax.Array, implementation: str) -> tuple[jax.Array, Pages]:
+    inputs = DecodeInputs(positions=meta[:, 0], block_tables=meta[:, 1:])
+    hidden, kv = model.model(tokens, inputs.positions, kv, inputs.attend(implementation))
+    return model.lm_head(hidden), kv
+
+
+def _prefill(model, kv: Pages, tokens, meta, page_list, last) -> tuple[jax.Array, jax.Array, Pages]:
+    inputs = PrefillInputs(positions=meta[0], sequences=meta[1], index=meta[2], page_list=page_list)
+    hidden, kv = model.model(tokens, inputs.positions, kv, inputs.attend())
+    return model.lm_head(hidden[last]), hidden, kv
+
+
+def _prompt_logprobs(head: Callable, targets: jax.Array, k: int, *rows: jax.Array, block: int = 32):
+    """head(*rows) gives logits; those of all positions never exist at once, only a block of them."""
+    t = targets.shape[0]
+    block = min(block, t)
+    pad = -t % block
+    split = lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, block, *x.shape[1:])  # noqa: E731
+    out = lax.map(lambda part: gather_logprobs(head(*part[1:]), part[0], k), tuple(map(split, (targets, *rows))))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:t], out)
+
+
+def plain_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:
+    """decode(params, kv, tokens [R], meta int32 [R, 1 + P]: position, block table) -> (logits [R, V], kv).
+    prefill(params, kv, tokens [T], meta int32 [3, T]: position, sequence, cache index; page_list int32 [3, N];
+    last int32 [S]: rows whose logits are wanted) -> (logits [S, V], hidden [T, hidden], kv).
+    prompt_logprobs(params, hidden, targets int32 [T]) -> what `gather_logprobs` gives, for all T.
+    implementation: of decode attention, "triton" or "xla"; prefill attention is plain JAX.
+    """
+
+    def decode_step(params, kv, tokens, meta):
+        return _decode(definition.plain(params), kv, tokens, meta, implementation)
+
+    def prefill_step(params, kv, tokens, meta, page_list, last):
+        return _prefill(definition.plain(params), kv, tokens, meta, page_list, last)
+
+    def prompt_logprobs_step(params, hidden, targets):
+        return _prompt_logprobs(definition.plain(params).lm_head, targets, max_logprobs, hidden)
+
+    return {"decode": decode_step, "prefill": prefill_step, "prompt_logprobs": prompt_logprobs_step}
+
+
+def lora_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:
+    """As `plain_steps`, with `stacks` after params and `slot_ids` int32 (a row or token each) as last argument."""
+
+    def decode_lora_step(params, stacks, kv, tokens, meta, slot_ids):
+        model = definition.with_adapters(params, stacks, slot_ids, slot_ids)
+        return _decode(model, kv, tokens, meta, implementation)
+
+    def prefill_lora_step(params, stacks, kv, tokens, meta, page_list, last, slot_ids):
+        model = definition.with_adapters(params, stacks, slot_ids, slot_ids[last])
+        return _prefill(model, kv, tokens, meta, page_list, last)
+
+    def prompt_logprobs_lora_step(params, stacks, hidden, targets, slot_ids):
+        head = lambda rows, ids: definition.with_adapters(params, stacks, ids, ids).lm_head(rows)  # noqa: E731
+        return _prompt_logprobs(head, targets, max_logprobs, hidden, slot_ids)
+
+    return {"decode": decode_lora_step, "prefill": prefill_lora_step, "prompt_logprobs": prompt_logprobs_lora_step}

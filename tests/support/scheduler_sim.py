@@ -1,0 +1,283 @@
+"""A slow, obvious engine around the scheduler: a fake device, fake adapter slots, and an oracle that runs alone.
+
+The fake device holds what a real one would: pages, slots, per-row state. Its "model" is a hash of all (token, adapter)
+pairs that it finds in a request's pages, so that a wrong page, slot, chunk or row gives other tokens than `solo`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+
+from lora_jax.config import CacheConfig, SchedulerConfig
+from lora_jax.request import FinishReason, Request, SamplingParams
+from lora_jax.scheduler import ScheduledRow, Scheduler, StepPlan
+
+
+@dataclass(frozen=True, eq=False)
+class FakeAdapter:
+    name: str
+
+
+def next_token(history: list[tuple[int, str]]) -> int:
+    """The fake model."""
+    return zlib.crc32(repr(history).encode())
+
+
+def end_of(output: list[int], max_tokens: int, stop_rate: int) -> FinishReason | None:
+    """The fake engine's rule for ending a request: one token in stop_rate stops it (0: none)."""
+    if stop_rate and output[-1] % stop_rate == 0:
+        return "stop"
+    return "length" if len(output) == max_tokens else None
+
+
+def adapter_name(request: Request) -> str:
+    return request.adapter.name if request.adapter else "base"
+
+
+def solo(request: Request, stop_rate: int) -> list[int]:
+    """What the request gives when nothing else exists: no pages, no batch, no scheduler."""
+    name = adapter_name(request)
+    history = [(token, name) for token in request.prompt_token_ids]
+    output: list[int] = []
+    while not output or end_of(output, request.max_tokens, stop_rate) is None:
+        output.append(next_token(history))
+        history.append((output[-1], name))
+    return output
+
+
+class FakeSlots:
+    """Least recently used slots with pin counts, by a list instead of anything clever."""
+
+    def __init__(self, num_slots: int):
+        self.held: list[FakeAdapter | None] = [None] * num_slots
+        self.recent = list(range(num_slots))  # least recent first
+        self.pins: Counter[FakeAdapter] = Counter()
+
+    def resident(self, adapter: FakeAdapter) -> bool:
+        return adapter in self.held
+
+    def available(self, adapter: FakeAdapter) -> bool:
+        return self.resident(adapter) or any(held is None or not self.pins[held] for held in self.held)
+
+    def acquire(self, adapter: FakeAdapter, /) -> tuple[int, bool] | None:
+        if not self.available(adapter):
+            return None
+        must_write = not self.resident(adapter)
+        if must_write:
+            free = (s for s in self.recent if (held := self.held[s]) is None or not self.pins[held])
+            self.held[next(free)] = adapter
+        slot = self.held.index(adapter)
+        self.recent.remove(slot)
+        self.recent.append(slot)
+        self.pins[adapter] += 1
+        return slot, must_write
+
+    def release(self, adapter: FakeAdapter, /) -> None:
+        assert self.pins[adapter] > 0, f"{adapter} released more often than acquired"
+        self.pins[adapter] -= 1
+
+
+class FakeDevice:
+    """Pages of (token, adapter) entries, slots of adapters, one piece of state a row."""
+
+    def __init__(self, cache: CacheConfig):
+        self.page_size = cache.page_size
+        self.pages: dict[int, list[tuple[int, str] | None]] = {}
+        self.slots: dict[int, FakeAdapter] = {}
+        self.rows: dict[int, str] = {}  # whose sampling state a row holds: set when a request (re)starts
+
+    def lose_everything(self) -> None:
+        self.pages.clear()
+        self.slots.clear()
+        self.rows.clear()
+
+    def run(self, plan: StepPlan) -> dict[str, int]:
+        for slot, adapter in plan.slot_writes:
+            self.slots[slot] = adapter
+        for row in plan.rows:
+            self._write(row)
+        return {row.request.request_id: self._sample(row) for row in plan.rows if row.samples}
+
+    def _write(self, row: ScheduledRow) -> None:
+        request = row.request
+        if row.start == 0:
+            self.rows[request.row] = request.request_id
+        assert self.rows.get(request.row) == request.request_id, f"row {request.row} holds {self.rows.get(request.row)}"
+        name = self.slots[request.slot].name if request.slot >= 0 else "base"
+        for position in range(row.start, row.start + row.num_tokens):
+            page = self.pages.setdefault(request.pages[position // self.page_size], [None] * self.page_size)
+            page[position % self.page_size] = (request.token_ids[position], name)
+
+    def _sample(self, row: ScheduledRow) -> int:
+        history = []
+        for position in range(row.start + row.num_tokens):
+            entry = self.pages[row.request.pages[position // self.page_size]][position % self.page_size]
+            assert entry is not None, f"{row.request.request_id} reads position {position}, which was never written"
+            history.append(entry)
+        return next_token(history)
+
+
+class Simulation:
+    """Drives a scheduler over the fake device, checks every step, collects what each request gave."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, num_slots: int = 0, stop_rate: int = 0):
+        self.config, self.cache, self.stop_rate = config, cache, stop_rate
+        self.slots = FakeSlots(num_slots) if num_slots else None
+        self.scheduler = Scheduler(config, cache, self.slots)
+        self.device = FakeDevice(cache)
+        self.requests: list[Request] = []
+        self.adapters: dict[str, FakeAdapter] = {}
+        self.plans: list[StepPlan] = []
+        self.admissions: list[str] = []  # request ids, also those admitted again
+        self.passes: Counter[str] = Counter()  # by adapter requests, since the request began to wait
+        self.preempted: Counter[str] = Counter()
+        self.stalled = ("", 0)  # the oldest running request, and for how many steps in a row it did not advance
+
+    def add(self, num_prompt: int, max_tokens: int, adapter: str | None = None) -> Request:
+        n = len(self.requests)
+        request = Request(
+            f"r{n}",
+            [zlib.crc32(f"{n}/{i}".encode()) % 1000 for i in range(num_prompt)],
+            SamplingParams(max_tokens=max_tokens),
+            adapter=self.adapters.setdefault(adapter, FakeAdapter(adapter)) if adapter else None,
+        )
+        request.max_tokens = max_tokens
+        self.requests.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepPlan:
+        """One engine step, where there is something to do."""
+        plan = self.try_step()
+        assert plan is not None
+        return plan
+
+    def try_step(self, *, abort_in_flight: str | None = None, fail: bool = False) -> StepPlan | None:
+        """One engine step. abort_in_flight: a request id to abort before the commit. fail: the step raises."""
+        before = {r.request_id: (r.row, r.num_computed) for r in self._alive()}
+        available = {r.request_id: self.slots.available(r.adapter) for r in self._alive() if self.slots and r.adapter}
+        plan = self.scheduler.plan()
+        self.check()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        self._check_plan(plan)
+        self._check_order(before, available)
+        if fail:
+            self.scheduler.reset_running()
+            self.device.lose_everything()
+            if self.slots:
+                self.slots.held = [None] * len(self.slots.held)
+            self.stalled = ("", 0)
+        else:
+            sampled = self.device.run(plan)
+            if abort_in_flight is not None:
+                self.scheduler.abort(abort_in_flight)
+                self.check()
+            for request in self.scheduler.commit(plan, sampled):
+                reason = end_of(request.output_token_ids, request.max_tokens, self.stop_rate)
+                if reason is not None:
+                    self.scheduler.finish(request, reason)
+            self._check_progress(before)
+        self.check()
+        return plan
+
+    def run(self, max_steps: int) -> None:
+        """Until all have ended."""
+        for _ in range(max_steps):
+            if self.try_step() is None:
+                return
+        raise AssertionError(f"{self.scheduler.stats()} after {max_steps} steps")
+
+    def check_results(self) -> None:
+        """All ended, each with the tokens of its solo run (aborted ones: a prefix of them), and nothing is held."""
+        for request in self.requests:
+            want = solo(request, self.stop_rate)
+            got = request.output_token_ids
+            if request.finish_reason == "abort":
+                want = want[: len(got)]
+            else:
+                assert request.finish_reason == end_of(want, request.max_tokens, self.stop_rate), request
+            assert got == want, f"{request.request_id}: {got} != {want}"
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, self.cache.num_pages - 1), stats
+        assert not self.slots or not +self.slots.pins, self.slots and self.slots.pins
+
+    def step_bound(self) -> int:
+        """Far more steps than any fair schedule needs: each request done again for each older one, alternating."""
+        chunk = self.config.max_num_batched_tokens
+        work = sum(-(-(len(r.prompt_token_ids) + r.max_tokens) // chunk) + r.max_tokens for r in self.requests)
+        return 10 + 2 * work * (1 + len(self.requests))
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        if self.slots:
+            held = Counter(r.adapter for r in self._alive() if r.adapter and r.row >= 0)
+            assert +self.slots.pins == held, f"pinned {self.slots.pins}, running {held}"
+            for r in self._alive():
+                assert r.slot < 0 or self.slots.held[r.slot] == r.adapter, f"{r.request_id}: slot {r.slot}"
+
+    # -- what each plan must be, seen from outside --
+
+    def _alive(self) -> list[Request]:
+        return [r for r in self.requests if r.finish_reason is None]
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        rows, size = plan.rows, self.cache.page_size
+        tokens = sum(row.num_tokens for row in rows)
+        assert rows and len({id(row.request) for row in rows}) == len(rows)
+        assert len({row.request.row for row in rows}) == len(rows), "two requests on a row"
+        assert plan.key.phase == plan.phase and plan.key.mode == ""
+        assert plan.key.lora == any(row.request.adapter for row in rows)
+        for row in rows:
+            end = row.start + row.num_tokens
+            assert row.num_tokens >= 1 and row.start == row.request.num_computed
+            assert row.samples == (end == len(row.request.token_ids))
+            assert len(row.request.pages) * size >= end and 0 not in row.request.pages
+            assert 0 <= row.request.row < self.config.max_num_seqs
+        if plan.phase == "decode":
+            assert all(row.num_tokens == 1 and row.samples for row in rows) and not plan.slot_writes
+            assert plan.key.bucket in self.config.row_buckets and len(rows) <= plan.key.bucket
+        else:
+            assert tokens <= self.config.max_num_batched_tokens and len(rows) <= self.config.max_prefill_seqs
+            assert plan.key.bucket in self.config.token_buckets and tokens <= plan.key.bucket
+            assert all(row.start == 0 for row in rows[1:]) and all(row.samples for row in rows[:-1])
+        if len(self.plans) > 1 and plan.phase == self.plans[-2].phase == "prefill":
+            planned = {id(row.request) for row in rows}
+            ready = [r for r in self._alive() if r.row >= 0 and id(r) not in planned]
+            assert not ready, f"a second prefill step in a row while {ready[0].request_id} is ready to decode"
+
+    def _check_order(self, before: dict[str, tuple[int, int]], available: dict[str, bool]) -> None:
+        """Nobody passes an older waiting request, unless that one lacks a slot; by adapters only so often."""
+        for request in self._alive():
+            if before[request.request_id][0] >= 0 and request.row < 0:
+                self.preempted[request.request_id] += 1
+        waited = [r for r in self._alive() if before[r.request_id][0] < 0]
+        admitted = [r for r in waited if r.row >= 0]
+        self.admissions += [r.request_id for r in admitted]
+        for i, old in enumerate(waited):
+            if old.row >= 0:
+                self.passes.pop(old.request_id, None)
+                continue
+            passing = [r for r in waited[i + 1 :] if r.row >= 0]
+            assert not passing or (old.adapter and self.slots), f"{old.request_id} is passed by {passing[0].request_id}"
+            self.passes[old.request_id] += sum(r.adapter is not None for r in passing)
+            assert self.passes[old.request_id] <= self.config.max_num_seqs, f"{old.request_id} is passed for ever"
+            closed = any(self.passes[r.request_id] >= self.config.max_num_seqs for r in waited[:i])
+            taken = any(r.row >= 0 and r.adapter for r in waited[:i])
+            had_slot = available.get(old.request_id) and not taken and not closed
+            assert not (passing and had_slot), f"{old.request_id} is passed although a slot was there"
+
+    def _check_progress(self, before: dict[str, tuple[int, int]]) -> None:
+        """The oldest running request is never preempted, and advances at least in every second step."""
+        oldest = next((r for r in self.requests if before.get(r.request_id, (-1, 0))[0] >= 0), None)
+        if oldest is None or oldest.finish_reason is not None:
+            self.stalled = ("", 0)
+            return
+        assert oldest.row == before[oldest.request_id][0], f"{oldest.request_id}, the oldest, lost its row"
+        name = oldest.request_id
+        advanced = oldest.num_computed > before[name][1]
+        self.stalled = (name, 0 if advanced else 1 + (self.stalled[1] if self.stalled[0] == name else 0))
+        assert self.stalled[1] < 2, f"{name} is stuck at {oldest.num_computed}"
