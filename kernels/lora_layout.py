@@ -56,7 +56,7 @@ def check_rows(op: str, rows: int, slot_ids: Any, layer: Any) -> jax.Array:
         raise ValueError(f"{op}: needs at least one row")
     if slot_ids.shape != (rows,) or slot_ids.dtype != jnp.int32:
         raise ValueError(f"{op}: slot_ids must be int32 [{rows}], got {slot_ids.dtype} {list(slot_ids.shape)}")
-    layer = jnp.asarray(layer, jnp.int32) if isinstance(layer, int) else jnp.asarray(layer)
+    layer = jnp.asarray(layer)
     if layer.shape != () or layer.dtype != jnp.int32:
         raise ValueError(f"{op}: layer must be an int32 scalar, got {layer.dtype} {list(layer.shape)}")
     return layer

@@ -22,7 +22,7 @@ def lora_shrink(
     x: jax.Array,
     a: jax.Array,
     slot_ids: jax.Array,
-    layer: jax.Array | int,
+    layer: jax.Array,
     *,
     implementation: str = "triton",
     interpret: bool = False,

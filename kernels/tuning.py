@@ -84,5 +84,5 @@ def expand_tiles(rows: int, slices: tuple[int, ...], rank: int, itemsize: int) -
     if block_t == 1:
         block_r = min(rank, 64)
         block_n = min(_clamp_power(2048 // block_r, 64, 256), widest)
-        return ExpandTiles(1, block_n, block_r, _warps(block_r * block_n), num_stages=2)
-    return ExpandTiles(block_t, min(128, widest), min(rank, 32), num_warps=4, num_stages=2)
+        return ExpandTiles(1, block_n, block_r, _warps(block_r * block_n), num_stages=1)
+    return ExpandTiles(block_t, min(128, widest), min(rank, 32), num_warps=4, num_stages=1)

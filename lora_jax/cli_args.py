@@ -126,7 +126,7 @@ def model_of(options: argparse.Namespace) -> str:
         raise ConfigError(f"two models are named: {options.model_tag} and --model {options.model}")
     model = options.model_tag if options.model is None else options.model
     if model is None:
-        raise ConfigError("no model is named: give a Hugging Face directory or a hub id")
+        raise ConfigError("no model is named: give a Hugging Face directory or a hub id as the first argument")
     return model
 
 
@@ -142,7 +142,7 @@ def lora_module(text: str) -> str:
     if text.lstrip().startswith("{"):
         name, path, equals = *_from_json(text), "="
     if not equals or not name or not path:
-        raise ConfigError(f"lora_modules: {text!r} is not name=path (the model goes before the options)")
+        raise ConfigError(f"lora_modules: {text!r} is not name=path")
     if "=" in name:
         raise ConfigError(f"lora_modules: the name {name!r} must not hold '='")
     return f"{name}={path}"

@@ -44,6 +44,8 @@ class Engine:
         self._runtime = built.runtime
         self.step_table = built.runtime.table
         spec = built.runtime.spec
+        self.model_config, self.dtype = spec.model, spec.dtype
+        self.model_config, self.dtype = spec.model, spec.dtype
         self.max_model_len = spec.builder.scheduler.max_model_len
         self._lora = spec.lora
         self._slots = SlotManager(spec.lora.config.max_loras, spec.lora.config.max_cpu_loras) if spec.lora else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -76,8 +77,10 @@ class Scheduler:
 
     Order. Requests are admitted as they came. A request enters when a row, the pages of all its tokens (plus one page
     for each running request, so that it isn't thrown out at once) and its adapter's slot are there. A request that
-    lacks only a slot may be passed: by base-model requests always, since they hold no slot that it could wait for;
-    by requests whose adapter is resident at most `max_passes` times (max_num_seqs), after which the slots drain.
+    lacks only a slot may be passed by later ones that need none or whose adapter has one. So that it doesn't wait for
+    ever, one adapter drains for the oldest such request once `max_passes` (max_num_seqs) requests with adapters have
+    passed: the adapter with the fewest running requests at that time may not pass any more. Its slot is free when
+    those have ended, however many others come.
     Prefill and decode steps alternate while there is work for both.
 
     Preemption. When pages run out, the running request that came last gives everything back, keeps its tokens, and
@@ -92,6 +95,8 @@ class Scheduler:
         self.max_pages_per_seq = cache.pages_for(config.max_model_len)
         self.max_passes = config.max_num_seqs
         self.preemptions = 0
+        self._max_prefill_seqs = config.max_prefill_seqs
+        self._buckets = {"prefill": config.token_buckets, "decode": config.row_buckets}
         self._slots = slots
         self._pool = BlockPool(cache.num_pages)
         self._requests: dict[str, Request] = {}
@@ -100,7 +105,9 @@ class Scheduler:
         self._waiting: list[Request] = []  # both lists in order of arrival
         self._running: list[Request] = []
         self._partial: Request | None = None  # the running request whose prefill isn't through yet
-        self._passed: dict[Request, int] = {}  # by how many resident adapters a waiting request was passed
+        self._lacks_slot: Request | None = None  # the oldest request that lacked a slot at the last look,
+        self._passes = 0  # how many requests with adapters have passed it,
+        self._draining: Any = None  # and the adapter that drains for it, if they were enough
         self._free_rows = list(range(config.max_num_seqs))  # a heap
         self._in_flight: StepPlan | None = None
         self._last_phase = "decode"
@@ -140,7 +147,6 @@ class Scheduler:
             self._release(request)
         else:
             del self._waiting[self._index(self._waiting, request)]
-            self._passed.pop(request, None)
             self._blocked = False
         del self._requests[request.request_id], self._order[request]
         request.finish_reason = reason
@@ -245,28 +251,36 @@ class Scheduler:
         if self._blocked:
             return
         full, found = False, len(rows)
-        lacking_slot: list[Request] = []
+        lacking = False
         refused: set[int] = set()  # ids of adapters: a long queue asks once for each
-        exhausted = False  # one of lacking_slot may not be passed by an adapter any more
         for request in list(self._waiting):
-            full = not budget or len(rows) == self.config.max_prefill_seqs
+            full = not budget or len(rows) == self._max_prefill_seqs
             if full or not self._has_room(request):
                 break
             adapter = request.adapter
             if adapter is not None:
-                if exhausted or id(adapter) in refused or not self._acquire_slot(request, writes):
+                barred = id(adapter) in refused or (lacking and self._drains(adapter))
+                if barred or not self._acquire_slot(request, writes):
                     refused.add(id(adapter))
-                    lacking_slot.append(request)
-                    exhausted = exhausted or self._passed.get(request, 0) >= self.max_passes
+                    if not lacking and request is not self._lacks_slot:
+                        self._lacks_slot, self._passes, self._draining = request, 0, None
+                    lacking = True
                     continue
-                for passed in lacking_slot:
-                    self._passed[passed] = self._passed.get(passed, 0) + 1
-                    exhausted = exhausted or self._passed[passed] >= self.max_passes
+                self._passes += lacking
             row = self._chunk(request, budget)
             self._start(request, row.num_tokens)
             rows.append(row)
             budget -= row.num_tokens
         self._blocked = len(rows) == found and not full
+
+    def _drains(self, adapter: Any) -> bool:
+        """Whether this adapter may not pass the oldest request without a slot."""
+        if self._passes < self.max_passes:
+            return False
+        running = Counter(r.adapter for r in self._running if r.adapter is not None)
+        if self._draining not in running:
+            self._draining = min(running, key=running.__getitem__, default=None)
+        return adapter is self._draining
 
     # -- resources of one request --
 
@@ -292,7 +306,6 @@ class Scheduler:
         pages = self._pool.allocate(self.cache.pages_for(num_tokens))
         assert pages is not None, f"no pages for {num_tokens} tokens, {self._pool.num_free} free"
         request.pages = pages
-        self._passed.pop(request, None)
         bisect.insort(self._running, request, key=self._order.__getitem__)
 
     def _grow(self, request: Request, num_tokens: int, *, may_leave: bool) -> bool:
@@ -343,15 +356,16 @@ class Scheduler:
         return ScheduledRow(request, start, n, samples=start + n == end)
 
     def _key(self, phase: Literal["prefill", "decode"], n: int, rows: list[ScheduledRow]) -> StepKey:
-        buckets = self.config.token_buckets if phase == "prefill" else self.config.row_buckets
-        return StepKey(phase, bucket_for(n, buckets), lora=any(row.request.adapter is not None for row in rows))
+        return StepKey(
+            phase, bucket_for(n, self._buckets[phase]), lora=any(row.request.adapter is not None for row in rows)
+        )
 
     def _check_prefill(self, plan: StepPlan) -> None:
         """What the device program relies on: see StepPlan, and the room for page numbers that its bucket has."""
         assert all(row.start == 0 for row in plan.rows[1:]), [row.start for row in plan.rows]
         assert all(row.samples for row in plan.rows[:-1]), [row.samples for row in plan.rows]
         pages = sum(len(row.request.pages) for row in plan.rows)
-        room = self.max_pages_per_seq + plan.key.bucket // self.cache.page_size + self.config.max_prefill_seqs
+        room = self.max_pages_per_seq + plan.key.bucket // self.cache.page_size + self._max_prefill_seqs
         assert pages <= room, f"{pages} pages in {plan.key}, room for {room}"
 
     def check_integrity(self) -> None:
@@ -366,7 +380,6 @@ class Scheduler:
             assert order == sorted(set(order)), f"not in order of arrival: {order}"
         assert {*running, *waiting} == set(self._requests.values()) == self._order.keys(), "a request is lost"
         assert len(running) + len(waiting) == len(self._requests), "a request is both running and waiting"
-        assert self._passed.keys() <= set(waiting), "passes counted for a request that does not wait"
         assert self._partial is None or self._partial in running, "the partial request does not run"
         for r in waiting:
             held = (r.pages, r.row, r.slot, r.num_computed)

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""The same as `lora-jax bench`: `python scripts/bench.py latency --help`."""
+"""`lora-jax bench` without the installed command: scripts/bench.py latency [options]."""
+
+from __future__ import annotations
 
 import sys
 
-from lora_jax.bench.cli import main
+from lora_jax.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from lora_jax.bench import adapters, cli, latency, traffic
+from lora_jax.bench import adapters, latency, traffic
+from lora_jax.bench.cli import add_subcommands
+from lora_jax.cli import main
+from lora_jax.cli_args import OptionParser
 from lora_jax.errors import ConfigError, EngineDeadError
 from lora_jax.models.shapes import known_shape
 from lora_jax.request import SamplingParams, StepOutput
@@ -23,7 +26,7 @@ class FakeEngine:
 
     def make_request(self, prompt, params, lora_request):
         self.now += 100.0  # tokenizing and checking is not part of the batch
-        return SimpleNamespace(request_id=str(len(self.seen)), prompt=prompt, params=params, lora=lora_request)
+        return SimpleNamespace(request_id=str(int(self.now / 100)), prompt=prompt, params=params, lora=lora_request)
 
     def add_request(self, request):
         self.seen.append(request)
@@ -36,7 +39,7 @@ class FakeEngine:
         self.now += 1.0
         if self.error is not None:
             return [StepOutput("0", error=self.error)]
-        late = None if self.started else str(len(self.seen) - 1)
+        late = None if self.started else self.seen[-1].request_id
         self.started = True
         out = []
         for name in set(self.open) - {late}:
@@ -106,16 +109,14 @@ def test_random_adapters_differ_and_cover_the_decoder(tmp_path):
 def test_impossible_adapter_counts_are_refused(options, message, capsys):
     with pytest.raises(ConfigError, match=message):
         latency.engine_arguments(parse(["latency", "--model", "tiny", "--load-format", "dummy", *options]))
-    assert cli.main(["latency", "--model", "tiny", "--load-format", "dummy", *options]) == 2
+    assert main(["bench", "latency", "--model", "tiny", "--load-format", "dummy", *options]) == 2
     assert message in capsys.readouterr().err
 
 
 def parse(arguments):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    cli.add_subcommands(parser)
-    return parser.parse_args(arguments)
+    parser = OptionParser()
+    add_subcommands(parser)
+    return parser.parse_all(arguments)
 
 
 def test_engine_options_that_follow_from_the_batch():
@@ -130,9 +131,9 @@ def test_engine_options_that_follow_from_the_batch():
 
 def test_whole_run_on_a_tiny_model(tmp_path, capsys):
     out = tmp_path / "result.json"
-    arguments = "latency --model tiny --load-format dummy --device cpu --batch-size 3 --input-len 9 --output-len 4"
-    arguments += " --num-iters-warmup 1 --num-iters 2 --num-active-loras 2 --lora-rank 4 --max-loras 2 --dtype float32"
-    assert cli.main([*arguments.split(), "--disable-tqdm", "--compilation-cache-dir", "", "--json", str(out)]) == 0
+    arguments = "latency --model tiny --load-format dummy --device cpu --batch-size 2 --input-len 9 --output-len 4"
+    arguments += " --num-iters-warmup 1 --num-iters 2 --num-active-loras 2 --lora-rank 4 --max-loras 2 --dtype float32 --max-num-batched-tokens 18"
+    assert main(["bench", *arguments.split(), "--disable-tqdm", "--compilation-cache-dir", "", "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
     assert json.loads(out.read_text()) == result
@@ -144,6 +145,6 @@ def test_whole_run_on_a_tiny_model(tmp_path, capsys):
     assert result["ms_per_output_token"] == pytest.approx((result["avg_latency"] - result["ttft"]) / 3 * 1e3)
     config = known_shape("tiny")
     assert result["bytes_per_step"]["adapters"] == 2 * traffic.adapter_bytes(config, 4, 4)
-    assert result["bytes_per_step"]["kv"] == 3 * traffic.kv_bytes(config, 4, 11)  # contexts 10, 11, 12
+    assert result["bytes_per_step"]["kv"] == 2 * traffic.kv_bytes(config, 4, 11)  # contexts 10, 11, 12
     assert result["compilations_after_warmup"] == 0
     assert result["platform"] == "cpu" and result["dtype"] == "float32"

@@ -1,10 +1,10 @@
-"""The scheduler against requests that run alone (support.scheduler_sim), and rule by rule."""
+"""The scheduler's rules, one by one. test_scheduler_simulation.py mixes them all."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lora_jax.config import CacheConfig, SchedulerConfig
 from lora_jax.request import Request, SamplingParams
@@ -30,65 +30,6 @@ def simulation(
 
 def shape(plan) -> list[tuple[str, int, int, bool]]:
     return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in plan.rows]
-
-
-# -- everything at once --
-
-arrivals = st.lists(
-    st.tuples(
-        st.integers(0, 3),  # steps after the previous one
-        st.integers(1, 24),  # prompt tokens
-        st.integers(1, 8),  # max_tokens
-        st.sampled_from([None, "a", "b", "c", "d"]),
-    ),
-    min_size=1,
-    max_size=14,
-)
-events = st.dictionaries(
-    st.integers(0, 40),  # step
-    st.tuples(st.sampled_from(["abort", "abort in flight", "fail"]), st.integers(0, 13)),
-    max_size=6,
-)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    arrivals=arrivals,
-    events=events,
-    seqs=st.integers(1, 6),
-    tokens=st.sampled_from([1, 3, 8, 16, 40]),
-    spare_pages=st.integers(0, 12),
-    page_size=st.sampled_from([1, 2, 4, 8]),
-    slots=st.integers(1, 3),
-)
-def test_every_request_gets_what_it_gets_alone(arrivals, events, seqs, tokens, spare_pages, page_size, slots):
-    model_len = 40
-    longest = max(prompt + output for _, prompt, output, _ in arrivals)
-    sim = simulation(
-        seqs=seqs,
-        tokens=tokens,
-        pages=-(-longest // page_size) + spare_pages,
-        model_len=model_len,
-        slots=slots,
-        page_size=page_size,
-        stop_rate=23,
-    )
-    clock, due = 0, []
-    for delay, *request in arrivals:
-        clock += delay
-        due.append((clock, request))
-    step = 0
-    while due or step <= max(events, default=0):
-        while due and due[0][0] <= step:
-            sim.add(*due.pop(0)[1])
-        kind, which = events.get(step, ("", 0))
-        if kind == "abort":
-            sim.scheduler.abort(f"r{which}")
-            sim.check()
-        sim.try_step(abort_in_flight=f"r{which}" if kind == "abort in flight" else None, fail=kind == "fail")
-        step += 1
-    sim.run(sim.step_bound())
-    sim.check_results()
 
 
 # -- prefill --
@@ -142,39 +83,36 @@ def test_the_queue_is_looked_at_again_after_a_prefill_step_without_room():
 
 
 def test_a_request_enters_only_with_pages_to_spare_for_the_running_ones():
-    sim = simulation(pages=3, model_len=12)
-    sim.add(4, 4)
+    sim = simulation(pages=4, model_len=12)
+    sim.add(4, 7)
     sim.step()
-    sim.add(8, 1)
+    sim.add(8, 2)
     sim.run(20)
     assert sim.admissions == ["r0", "r1"] and not sim.preempted
     sim.check_results()
 
 
-@pytest.mark.parametrize(("max_tokens", "preemptions"), [(8, 0), (16, 1)])
+@pytest.mark.parametrize(("max_tokens", "preemptions"), [(5, 0), (10, 1)])
 def test_a_partial_prefill_waits_for_pages_of_older_requests_and_yields_its_own(max_tokens: int, preemptions: int):
-    sim = simulation(tokens=4, pages=8, model_len=32)
+    sim = simulation(tokens=4, pages=18, model_len=18, page_size=1)
     sim.add(4, max_tokens)
     sim.step()
-    sim.add(24, 2)
-    plans = [sim.step() for _ in range(12)]
-    assert [plan.phase for plan in plans[:10]] == ["decode", "prefill"] * 5
-    assert [plan.phase for plan in plans[10:]] == ["decode", "decode"], "r1 lacks its last page"
+    sim.add(12, 2)
+    phases = [sim.step().phase for _ in range(6)]
+    assert phases == ["decode", "prefill"] * 2 + ["decode", "decode"], "r1 has 8 pages, needs 4 more, 3 are free"
     sim.run(60)
     assert sim.preempted["r1"] == preemptions
     sim.check_results()
 
 
 def test_a_partial_prefill_takes_pages_from_later_requests():
-    sim = simulation(tokens=4, pages=8, model_len=32, slots=1)
-    sim.add(4, 2, "a")
-    sim.add(24, 2, "b")
-    sim.add(4, 16)
-    while sim.requests[1].row < 0:
+    sim = simulation(tokens=4, pages=16, model_len=16, page_size=1, slots=1)
+    sim.add(1, 3, "a")
+    partial = sim.add(12, 2, "b")
+    sim.add(1, 12)
+    while not partial.num_output:
         sim.step()
-    assert sim.requests[2].num_output
-    while not sim.requests[1].num_output:
-        sim.step()
+    assert sim.admissions == ["r0", "r2", "r1"]
     assert dict(sim.preempted) == {"r2": 1}
     sim.run(60)
     sim.check_results()
@@ -283,7 +221,7 @@ def test_base_and_resident_requests_pass_one_that_waits_for_a_slot():
 
 @pytest.mark.parametrize("others", [["a"], ["a", None], ["a", "a", None, "c"]])
 def test_no_adapter_waits_for_ever(others: list[str | None]):
-    """A stream of requests that would keep the only slot pinned: "b" gets in after at most max_num_seqs passes."""
+    """A stream of requests that would keep the only slot held: "b" gets in after at most max_num_seqs passes."""
     sim = simulation(slots=1, seqs=4)
     for i in range(3):
         sim.add(2, 6 + i, "a")
@@ -314,9 +252,62 @@ def test_passes_are_counted_within_one_plan_too():
         sim.step()
     assert sim.admissions == ["r0", "r2", "r3", "r4", "r5", "r8"], "four pass with the adapter, then only the base"
     sim.scheduler.abort(waits.request_id)
-    sim.check()
+    sim.step()
+    sim.step()
+    assert sim.admissions[-2:] == ["r6", "r7"], "nobody lacks a slot any more, so nothing drains"
     sim.run(100)
-    assert sim.admissions[-2:] == ["r6", "r7"]
+    sim.check_results()
+
+
+@pytest.mark.parametrize("seed", [5, 7, 11, 12])  # where choosing anew at each look would let all three pass
+def test_the_choice_of_the_draining_adapter_is_kept(seed: int):
+    """Streams in which now one, now another adapter has the fewest running requests. The simulation checks the rule."""
+    draw = random.Random(seed)
+    sim = simulation(slots=3, seqs=8, pages=200)
+    for adapter in "aabbcc":
+        sim.add(2, draw.randint(5, 20), adapter)
+    sim.step()
+    waits = sim.add(2, 3, "d")
+    while waits.row < 0:
+        for adapter in draw.sample("abc", 3):
+            sim.add(1, draw.randint(1, 6), adapter)
+        sim.step()
+    sim.run(sim.step_bound())
+    sim.check_results()
+
+
+def test_passes_are_counted_for_each_request_anew():
+    sim = simulation(slots=1, seqs=4)
+    sim.add(2, 60, "a")
+    sim.step()
+    for adapter in ("b", "a", "a", "c", "a", "a"):
+        sim.add(2, 1, adapter)
+    while len(sim.admissions) < 5:
+        sim.step()
+    sim.scheduler.abort("r1")
+    for _ in range(4):
+        sim.add(2, 1, "a")
+    for _ in range(8):
+        sim.step()
+    assert sim.admissions[5:] == ["r7", "r8", "r9", "r10"], "they pass r4, which begins with none"
+
+
+def test_one_adapter_drains_and_the_others_keep_passing():
+    """Streams of "a" and "b" hold both slots; "c" waits. "b" has fewer running requests, so it drains."""
+    sim = simulation(slots=2, seqs=6)
+    for adapter, max_tokens in (("a", 40), ("a", 40), ("b", 12)):
+        sim.add(2, max_tokens, adapter)
+    sim.step()
+    waits = sim.add(2, 3, "c")
+    while waits.row < 0:
+        sim.add(1, 2, "a")
+        sim.add(1, 2, "b")
+        sim.step()
+    order = [sim.requests[int(name[1:])].adapter.name for name in sim.admissions[3:]]
+    late = order[6 : order.index("c")]
+    assert len(late) > 2 and set(late) == {"a"}, order
+    assert sim.slots and not sim.slots.resident(sim.adapters["b"])
+    sim.run(sim.step_bound())
     sim.check_results()
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ..cli_args import engine_args_from
+from ..cli_args import engine_args_from, model_of
 from ..config import EngineArgs
 from ..errors import ConfigError
 from ..request import LoRARequest, SamplingParams, TokensPrompt
-from .traffic import decode_step_bytes
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
@@ -79,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the benchmark, shows its table and returns its result. Raises: LoraJaxError."""
-    from ..llm import LLM
-
     args = engine_arguments(options)
+    from ..llm import LLM  # only now: jax takes seconds to import, and wrong options should not wait for it
+
     llm = LLM(**{name: getattr(args, name) for name in EngineArgs.__dataclass_fields__})
     engine: Any = llm.engine
     adapters = load_random_adapters(engine, options.num_active_loras, options.lora_rank)
@@ -139,6 +138,7 @@ def load_random_adapters(engine: Any, count: int, rank: int) -> list[LoRARequest
 def summarize(rounds: Sequence[Round], options: argparse.Namespace, engine: Any) -> dict[str, Any]:
     """Everything that is printed, as plain data. Times in seconds unless the name says milliseconds."""
     from .machine import describe
+    from .traffic import decode_step_bytes
 
     latencies = np.array([r.latency for r in rounds])
     ttft = float(np.mean([r.ttft for r in rounds]))
@@ -154,7 +154,7 @@ def summarize(rounds: Sequence[Round], options: argparse.Namespace, engine: Any)
     )
     return {
         "benchmark": "latency",
-        "model": options.model,
+        "model": model_of(options),
         **{k: getattr(options, k) for k in ("batch_size", "input_len", "output_len", "num_active_loras", "lora_rank")},
         "enable_lora": bool(options.enable_lora or options.num_active_loras),
         "dtype": np.dtype(engine.dtype).name,
@@ -181,8 +181,8 @@ def table(result: dict[str, Any]) -> list[str]:
     lines.append(f"Output: {result['output_tokens_per_second']:,.1f} tokens/s")
     parts = {name: size / 1e9 for name, size in result["bytes_per_step"].items()}
     lines.append(
-        "Must move per decode step: {total:.3f} GB (weights {weights:.3f}, live KV {kv:.3f}, "
-        "adapters {adapters:.3f})".format(**parts)
+        "Must move per decode step: {total:.4g} GB (weights {weights:.4g}, live KV {kv:.4g}, "
+        "adapters {adapters:.4g})".format(**parts)
     )
     if result["achieved_gb_per_second"] is not None:
         lines.append(f"Achieved: {result['achieved_gb_per_second']:,.1f} GB/s")

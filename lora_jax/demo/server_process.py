@@ -62,7 +62,7 @@ class Server:
         except urllib.error.HTTPError as e:
             raise DemoError(f"{path} answered {e.code}: {e.read().decode(errors='replace')[:500]}") from e
         except OSError as e:
-            raise DemoError(f"{path}: {e}{self._obituary()}") from e
+            raise DemoError(f"{path}: {e}{self._state()}") from e
         return json.loads(text) if text.strip() else None
 
     def wait_until_ready(self, seconds: float) -> None:
@@ -70,24 +70,25 @@ class Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise DemoError(f"the server ended before it was ready{self._obituary()}")
+                raise DemoError(f"the server did not start{self._state()}")
             with contextlib.suppress(OSError):
                 self._opener.open(self.url + "/health", timeout=2).close()
                 self.show = False
                 return
             time.sleep(0.2)
-        raise DemoError(f"the server was not ready after {seconds:.0f} s (--timeout); its last output:\n{self.tail()}")
+        raise DemoError(f"the server was not ready after {seconds:.0f} s (--timeout){self._state()}")
 
     def tail(self) -> str:
         """The last lines of the server's output."""
         return "\n".join("  | " + line for line in self._tail.decode(errors="replace").splitlines()[-25:])
 
-    def _obituary(self) -> str:
+    def _state(self) -> str:
+        """For error messages: how the process ended, if it did, and its last output, unless it stands above already."""
         code = self._process.poll()
-        if code is None:
-            return ""
-        self._reader.join(timeout=2)  # what it said last may still be in the pipe
-        return f" (exit status {code}); its last output:\n{self.tail()}"
+        if code is not None:
+            self._reader.join(timeout=2)  # what it said last may still be in the pipe
+        ended = "; the server is running" if code is None else f"; the server ended with status {code}"
+        return ended + ("; its output is above" if self.show else f"; its last output:\n{self.tail()}")
 
     def stop(self) -> int:
         """SIGTERM, then SIGKILL to its whole group after 20 s. Returns the exit status; calling twice is fine."""

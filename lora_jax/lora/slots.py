@@ -38,7 +38,7 @@ class SlotManager:
         self._lock = threading.RLock()
         self._registry: dict[str, Adapter] = {}
         self._pinned: set[str] = set()
-        self._slots: OrderedDict[Adapter, int] = OrderedDict()  # least recently used first
+        self._slots: OrderedDict[Adapter, int] = OrderedDict()  # of the idle ones, least recently released first
         self._holds: dict[Adapter, int] = {}  # acquires without their release
         self._free = list(range(max_loras))
         self._hits = self._writes = self._evictions = 0
@@ -126,7 +126,6 @@ class SlotManager:
                 self._writes += 1
             else:
                 self._hits += 1
-            self._slots.move_to_end(adapter)
             self._holds[adapter] = self._holds.get(adapter, 0) + 1
             return slot, must_write
 

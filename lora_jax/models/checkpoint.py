@@ -149,13 +149,9 @@ def load_params(
 
 
 def _to_device(views: list[np.ndarray], transpose: bool, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-    # float64 would be narrowed on its way to the device: cast it here, so that it is rounded once
+    # float64 would be narrowed to float32 on its way to the device: cast it here
     views = [view.astype(dtype) if view.dtype == np.float64 else view for view in views]
-    if len(views) == 1 and not transpose and views[0].dtype == dtype:
-        # never an alias: the file may be replaced while the weights live
-        return jax.device_put(views[0], sharding, may_alias=False)
-    parts = [jax.device_put(view, sharding) for view in views]
-    return _combine(transpose, dtype, sharding)(parts)
+    return _combine(transpose, dtype, sharding)([jax.device_put(view, sharding) for view in views])
 
 
 @functools.cache
@@ -163,7 +159,9 @@ def _combine(transpose: bool, dtype: np.dtype, sharding: Sharding):
     """Compiled once for each set of shapes, whatever the number of layers."""
 
     def combine(parts: list[jax.Array]) -> jax.Array:
-        parts = [part.astype(dtype) for part in parts]
+        # a copy even where nothing changes: on the CPU device_put may hand out the mapped file itself (may_alias=False
+        # does not prevent it), and the file may be replaced while the weights live
+        parts = [jnp.copy(part).astype(dtype) for part in parts]
         joined = jnp.concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
         return joined.T if transpose else joined
 
@@ -263,7 +261,7 @@ def _normal(stream: jax.Array, n: int) -> jax.Array:
     jax.random's threefry takes several times as long on a CPU and needs 4 bytes an element beside the result.
     """
     x = jax.lax.iota(jnp.uint32, n) * np.uint32(0x9E3779B9)
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)  # between the rounds: streams are no shifted copies
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D) + stream  # between the rounds: streams are no shifted copies
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     x ^= x >> 16
     uniform = ((x >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0  # 23 bits, so that it is never 1 exactly

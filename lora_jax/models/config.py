@@ -11,21 +11,7 @@ from typing import Any, Literal
 
 from ..errors import ModelLoadError
 from .fields import Fields, read_json
-from .generation import GenerationDefaults, load_generation_defaults
-from .resolve import resolve_model
-from .rope import RopeConfig, inv_freq, parse_rope
-
-__all__ = [
-    "SUPPORTED_ARCHITECTURES",
-    "GenerationDefaults",
-    "ModelConfig",
-    "RopeConfig",
-    "inv_freq",
-    "load_config",
-    "load_generation_defaults",
-    "parse_config",
-    "resolve_model",
-]
+from .rope import RopeConfig, parse_rope
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ def hf_plan(config: ModelConfig) -> dict[Path, HFSource]:
         if bias:
             plan[(*path, "bias")] = HFSource(biases, (shape[1],), rows=rows)
 
-    plan[("model", "embed_tokens", "embedding")] = HFSource(("model.embed_tokens.weight",), (config.vocab_size, h))
+    # a variable that two modules share is listed once, under the path that sorts first
+    embedding = ("lm_head", "embedding") if config.tie_word_embeddings else ("model", "embed_tokens", "embedding")
+    plan[embedding] = HFSource(("model.embed_tokens.weight",), (config.vocab_size, h))
     for i in range(config.num_layers):
         name, path = f"model.layers.{i}", ("model", "layers", i)
         vector((*path, "input_layernorm", "scale"), f"{name}.input_layernorm.weight", h)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..request import LoRARequest, Prompt, Request, SamplingParams, StepOutput
 
 
 class ServedTokenizer(Protocol):
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str: ...
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]: ...
-    @property
-    def chat_template(self) -> Any: ...
+    """Every method may be called from any thread."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
 
 
 class ServedEngine(Protocol):
     """Every method but `step` may be called from any thread; `step` from the worker's thread alone."""
 
     @property
-    def tokenizer(self) -> Any: ...  # ServedTokenizer or None
+    def tokenizer(self) -> ServedTokenizer | None: ...
     @property
     def step_table(self) -> Any: ...  # report() -> list of dictionaries, ready for JSON
     @property

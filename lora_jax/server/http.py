@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import (
     AdapterCapacityError,
@@ -109,7 +109,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def gone(request: Request, exc: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    for kind in (LoraJaxError, HTTPError, Exception):
+    app.add_middleware(LastResort)
+    for kind in (LoraJaxError, HTTPError):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -172,6 +173,29 @@ def _parse(body: bytes) -> Any:
         raise HTTPError(400, "the body is not valid JSON: it holds bytes or escapes that are no Unicode text") from None
     except ValueError as exc:  # also integers of too many digits
         raise HTTPError(400, f"the body is not valid JSON: {str(exc)[:200]}") from None
+
+
+class LastResort:
+    """Answers 500 for what nobody handles. (Starlette's own handler of Exception raises it again after answering, which
+    costs the client its connection and logs it twice.)"""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except Exception as exc:
+            if scope["type"] != "http" or started:
+                raise
+            await error_response(exc)(scope, receive, send)
 
 
 class RequireKey:

@@ -41,7 +41,9 @@ def config(**changes: Any) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if v is not None}
 
 
-def pair(name: str, out: int, in_: int, rank: int = RANK, seed: int = 0, embedding: bool = False) -> dict[str, np.ndarray]:
+def pair(
+    name: str, out: int, in_: int, rank: int = RANK, seed: int = 0, embedding: bool = False
+) -> dict[str, np.ndarray]:
     """Both tensors of one module, named as PEFT names them."""
     rng = np.random.default_rng([seed, len(name), out, in_])
     a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
@@ -59,7 +61,9 @@ def tensors(layers: int = LAYERS, rank: int = RANK) -> dict[str, np.ndarray]:
     return out
 
 
-def write(folder: Path, fields: dict[str, Any] | str | bytes | None, weights: dict[str, np.ndarray] | bytes | None) -> Path:
+def write(
+    folder: Path, fields: dict[str, Any] | str | bytes | None, weights: dict[str, np.ndarray] | bytes | None
+) -> Path:
     """Writes an adapter folder; None leaves a file out, bytes are written as they are."""
     folder.mkdir(exist_ok=True)
     if fields is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import threading
@@ -55,6 +56,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
 
 @contextlib.contextmanager
 def running(engine: FakeEngine | None = None, **options: Any) -> Iterator[Running]:
+    os.environ["NO_PROXY"] = "127.0.0.1"
     engine = engine or FakeEngine()
     worker, died = EngineWorker(engine), []
     worker.on_death = lambda: died.append(True)
@@ -70,8 +72,7 @@ def running(engine: FakeEngine | None = None, **options: Any) -> Iterator[Runnin
     try:
         with (
             httpx.Client(base_url=url, timeout=30, trust_env=False) as http,
-            httpx.Client(timeout=30, trust_env=False) as transport,
-            OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, http_client=transport) as client,
+            OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=30) as client,
         ):
             yield Running(engine, worker, port, http, client, died)
     finally:
@@ -82,12 +83,33 @@ def running(engine: FakeEngine | None = None, **options: Any) -> Iterator[Runnin
     assert not thread.is_alive(), "the server did not stop"
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[list[Any]]:
+    """[context, Running] of the server that a module's tests share while it lives, or nothing."""
+    slot: list[Any] = []
+    yield slot
+    if slot:
+        slot[0].__exit__(None, None, None)
+
+
 @pytest.fixture
-def server() -> Iterator[Running]:
-    with running() as r:
-        yield r
+def server(shared: list[Any]) -> Iterator[Running]:
+    if not shared:
+        context = running()
+        shared[:] = [context, context.__enter__()]
+    r: Running = shared[1]
+    yield r
+    if r.worker.error is not None:  # a dead one is not used again
+        shared.pop(0).__exit__(None, None, None)
+        shared.clear()
+        return
+    r.engine.gate.set()
+    r.engine.delay = 0.0
+    wait_for(lambda: not r.engine.has_unfinished() and not r.worker.open_requests)
+    r.engine.reset()
 
 
 @pytest.fixture
 def start() -> Callable[..., Any]:
+    """Starts a server of its own: `with start(engine, option=...) as server`."""
     return running

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,42 +34,63 @@ def candidates(token: int, k: int) -> Logprobs:
 
 
 class FakeTokenizer:
-    chat_template: str | None = "{{ messages }}"
+    has_template = True
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(t) for t in token_ids)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(t) for t in ids)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        if options.get("explode"):
-            raise ValueError("the template says no")
-        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
-        return self.encode(text + ("<assistant>" if options["add_generation_prompt"] else ""))
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        if not self.has_template:
+            raise RequestError("fake has no chat template", "messages")
+        if add_generation_prompt and continue_final_message:
+            raise RequestError("continue_final_message excludes add_generation_prompt", "continue_final_message")
+        if "tools" in (chat_template_kwargs or {}):
+            raise RequestError("chat_template_kwargs may not set tools", "chat_template_kwargs")
+        end = (chat_template_kwargs or {}).get("end", "")
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages) + end
+        return self.encode(text + ("<assistant>" if add_generation_prompt else ""))
 
 
 class FakeEngine:
-    """Knobs for tests: `gate` (cleared: steps wait), `delay` a step, `crash` (raised by the next step), `hold` (text comes
-    with every second token only); a prompt that starts with "!" fails in the engine."""
+    """Knobs for tests: `gate` (cleared: steps wait), `delay` a step, `crash` (raised by the next step), `hold` (text
+    comes with every second token only); a prompt that starts with "!" fails in the engine."""
 
     def __init__(self, *, max_model_len: int = 4096, max_num_seqs: int = 64, adapters: dict[str, int] | None = None):
         self.model_name, self.max_model_len, self.max_logprobs = "/models/fake", max_model_len, 20
-        self.tokenizer: FakeTokenizer | None = FakeTokenizer()
-        self.defaults = GenerationDefaults()
+        self.max_num_seqs, self.given = max_num_seqs, dict(ADAPTERS if adapters is None else adapters)
         self.step_table = SimpleNamespace(report=lambda: [{"key": "decode[1]", "hits": self.steps}])
-        self.gate, self.delay, self.hold = threading.Event(), 0.0, False
-        self.gate.set()
-        self.crash: BaseException | None = None
-        self.shifts = dict(ADAPTERS if adapters is None else adapters)
-        self.loras = {name: SimpleNamespace(name=name, path=f"/adapters/{name}") for name in self.shifts}
-        self.max_num_seqs, self.steps, self.polls = max_num_seqs, 0, 0
-        self.aborts: list[str] = []
-        self.added: list[Request] = []
+        self.gate = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[str, Request] = {}
         self._aborted: deque[str] = deque()
         self._unsent: dict[str, str] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Everything as at the start, for the next test."""
+        assert not self._open, "a test left requests behind"
+        self._aborted.clear()
+        self._unsent.clear()
+        self.tokenizer: FakeTokenizer | None = FakeTokenizer()
+        self.defaults = GenerationDefaults()
+        self.delay, self.hold = 0.0, False
+        self.gate.set()
+        self.crash: BaseException | None = None
+        self.shifts = dict(self.given)
+        self.loras = {name: SimpleNamespace(name=name, path=f"/adapters/{name}") for name in self.shifts}
+        self.steps, self.polls = 0, 0
+        self.aborts: list[str] = []
+        self.added: list[Request] = []
 
     def make_request(
         self,
@@ -78,7 +100,11 @@ class FakeEngine:
         request_id: str | None = None,
     ) -> Request:
         text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(text) if self.tokenizer and text is not None else list(prompt["prompt_token_ids"])  # type: ignore[index]
+        if isinstance(prompt, str):
+            assert self.tokenizer is not None
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt["prompt_token_ids"])
         if not ids:
             raise RequestError("the prompt is empty", param="prompt")
         if any(not 0 <= t < 0x110000 for t in ids):

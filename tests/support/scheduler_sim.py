@@ -131,7 +131,9 @@ class Simulation:
         self.adapters: dict[str, FakeAdapter] = {}
         self.plans: list[StepPlan] = []
         self.admissions: list[str] = []  # request ids, also those admitted again
-        self.passes: Counter[str] = Counter()  # by adapter requests, since the request began to wait
+        self.head: Request | None = None  # the oldest request left waiting,
+        self.passes = 0  # how many requests with adapters have passed it,
+        self.may_drain: set[FakeAdapter] | None = None  # and the adapters that have not passed since that was too often
         self.preempted: Counter[str] = Counter()
         self.stalled = ("", 0)  # the oldest running request, and for how many steps in a row it did not advance
 
@@ -257,18 +259,28 @@ class Simulation:
         waited = [r for r in self._alive() if before[r.request_id][0] < 0]
         admitted = [r for r in waited if r.row >= 0]
         self.admissions += [r.request_id for r in admitted]
-        for i, old in enumerate(waited):
-            if old.row >= 0:
-                self.passes.pop(old.request_id, None)
-                continue
+        left = [(i, r) for i, r in enumerate(waited) if r.row < 0]
+        for i, old in left:
             passing = [r for r in waited[i + 1 :] if r.row >= 0]
+            if old is left[0][1]:
+                self._check_passes(old, [r.adapter for r in passing if r.adapter])
             assert not passing or (old.adapter and self.slots), f"{old.request_id} is passed by {passing[0].request_id}"
-            self.passes[old.request_id] += sum(r.adapter is not None for r in passing)
-            assert self.passes[old.request_id] <= self.config.max_num_seqs, f"{old.request_id} is passed for ever"
-            closed = any(self.passes[r.request_id] >= self.config.max_num_seqs for r in waited[:i])
             taken = any(r.row >= 0 and r.adapter for r in waited[:i])
-            had_slot = available.get(old.request_id) and not taken and not closed
+            had_slot = available.get(old.request_id) and not taken and self.passes < self.config.max_num_seqs
             assert not (passing and had_slot), f"{old.request_id} is passed although a slot was there"
+
+    def _check_passes(self, head: Request, passing: list[FakeAdapter]) -> None:
+        """After max_num_seqs passes, at least one of the adapters that hold slots must not pass any more."""
+        if head is not self.head:
+            self.head, self.passes, self.may_drain = head, 0, None
+        for adapter in passing:
+            if self.passes == self.config.max_num_seqs:
+                if self.may_drain is None:
+                    self.may_drain = {r.adapter for r in self._alive() if r.row >= 0 and r.adapter}
+                self.may_drain.discard(adapter)
+                assert self.may_drain, f"{head.request_id} is passed for ever: no adapter drains for it"
+            else:
+                self.passes += 1
 
     def _check_progress(self, before: dict[str, tuple[int, int]]) -> None:
         """The oldest running request is never preempted, and advances at least in every second step."""

@@ -1,0 +1,1 @@
+"""Decoders in plain Flax NNX, and how Hugging Face checkpoints become their weights."""

@@ -1,0 +1,58 @@
+"""The kernels compiled for real cards on a machine without one: shared memory, one kernel an op, nothing copied."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from lora_jax.kernels.cases import CASES
+
+from tests.support.gpu_program import CARDS, run_compiler
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="JAX's CUDA plugin exists for Linux alone")
+
+# H100 and RTX 4090 differ from H200 and L4 in counts and clocks, which no kernel looks at: a quarter of the cases will do.
+EVERY = {"h200": 1, "a100": 1, "l4": 1, "h100": 4, "rtx4090": 4}
+SMALLEST_CARD_BYTES = 101_376
+
+
+@pytest.fixture(scope="module")
+def results():
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            card: pool.submit(run_compiler, "tests.kernels.compile_cases", card, str(every))
+            for card, every in EVERY.items()
+        }
+
+
+def test_every_target_is_compiled_for() -> None:
+    assert set(EVERY) == set(CARDS)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("card", EVERY)
+def test_cases_compile(card: str, results: dict[str, Future[dict[str, Any]]]) -> None:
+    summaries = results[card].result()
+    assert list(summaries) == [case.id for case in CASES[:: EVERY[card]]]
+    assert {name: error for name, error in summaries.items() if isinstance(error, str)} == {}
+    for name, summary in summaries.items():
+        assert summary["kernels"] == 2, f"{name}: not one kernel for shrink and one for expand"
+        assert summary["shared_bytes"] <= SMALLEST_CARD_BYTES, name
+
+
+@pytest.mark.timeout(900)
+def test_temporaries_are_the_partial_sums_alone(results: dict[str, Future[dict[str, Any]]]) -> None:
+    """A copy of a layer's weights, or of y, would show here."""
+    summaries = results["h200"].result()
+    for case in CASES:
+        partial_sums = 32 * case.rows * len(case.linear.slices) * case.rank * 4
+        assert summaries[case.id]["temp_bytes"] <= partial_sums + 1024, case.id
+
+
+@pytest.mark.timeout(300)
+def test_a_tile_too_large_for_a_small_card_is_noticed() -> None:
+    found = run_compiler("tests.kernels.compile_oversized")
+    assert "hared memory" in found["l4"] and "exceed" in found["l4"]
+    assert found["h200"] == "compiled"

@@ -1,0 +1,246 @@
+"""SlotManager against a slow simulation that keeps plain lists, and its rules one by one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_jax.errors import AdapterCapacityError, AdapterError, AdapterNotFoundError
+from lora_jax.lora.adapter import Adapter, LoadReport
+from lora_jax.lora.slots import SlotManager
+
+_uid = iter(range(1, 10**9))
+
+
+def make(name: str) -> Adapter:
+    report = LoadReport(name, "", "", 1, {}, {}, (), (), (), 0, ())
+    return Adapter(next(_uid), name, "", "", 1, {}, report)
+
+
+class Simulation:
+    """What should happen, from the history alone: `slots[i]` is an adapter or None, `touched` when it was last used."""
+
+    def __init__(self, max_loras: int, max_cpu_loras: int):
+        self.slots: list[Adapter | None] = [None] * max_loras
+        self.touched: dict[Adapter, int] = {}
+        self.max_cpu_loras = max_cpu_loras
+        self.registered: dict[str, Adapter] = {}
+        self.pinned: list[str] = []
+        self.running: list[Adapter] = []  # one entry for each acquire without release
+        self.clock = 0
+
+    def tidy(self) -> None:
+        for i, adapter in enumerate(self.slots):
+            if adapter is not None and adapter not in self.running and adapter not in self.registered.values():
+                self.slots[i] = None
+
+    def register(self, adapter: Adapter, replace: bool) -> type[Exception] | None:
+        if adapter.name in self.registered and not replace:
+            return AdapterError
+        if adapter.name not in self.registered and len(self.registered) == self.max_cpu_loras:
+            return AdapterCapacityError
+        self.registered[adapter.name] = adapter
+        self.tidy()
+        return None
+
+    def unregister(self, name: str) -> type[Exception] | None:
+        if name not in self.registered:
+            return AdapterNotFoundError
+        del self.registered[name]
+        self.pinned = [p for p in self.pinned if p != name]
+        self.tidy()
+        return None
+
+    def pin(self, name: str) -> type[Exception] | None:
+        if name not in self.registered:
+            return AdapterNotFoundError
+        if len({*self.pinned, name}) > len(self.slots) - 1:
+            return AdapterCapacityError
+        self.pinned.append(name)
+        return None
+
+    def acquire(self, adapter: Adapter) -> tuple[int, bool] | None:
+        self.clock += 1
+        must_write = adapter not in self.slots
+        if must_write:
+            slot = self.choose()
+            if slot is None:
+                return None
+            self.slots[slot] = adapter
+        self.running.append(adapter)
+        self.touched[adapter] = self.clock
+        return self.slots.index(adapter), must_write
+
+    def choose(self) -> int | None:
+        for i, owner in enumerate(self.slots):
+            if owner is None:
+                return i
+        idle = [
+            (self.touched[o], i)
+            for i, o in enumerate(self.slots)
+            if o and o not in self.running and o.name not in self.pinned
+        ]
+        return min(idle)[1] if idle else None
+
+    def release(self, adapter: Adapter) -> None:
+        self.clock += 1
+        self.running.remove(adapter)
+        if adapter not in self.running:
+            self.touched[adapter] = self.clock
+        self.tidy()
+
+
+NAMES = ["a", "b", "c", "d", "e"]
+OPS = st.one_of(
+    st.tuples(st.just("register"), st.sampled_from(NAMES), st.booleans()),
+    st.tuples(st.sampled_from(["unregister", "pin", "unpin"]), st.sampled_from(NAMES), st.just(False)),
+    st.tuples(
+        st.sampled_from(["acquire", "acquire", "acquire", "release", "release"]), st.integers(0, 30), st.booleans()
+    ),
+)
+
+
+def outcome(call, *args, **kwargs):
+    try:
+        return call(*args, **kwargs)
+    except (AdapterError, AdapterCapacityError, AdapterNotFoundError) as e:
+        return type(e)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 2), st.lists(OPS, max_size=60))
+def test_against_a_simulation(max_loras: int, extra: int, ops: list) -> None:
+    slots, sim = SlotManager(max_loras, max_loras + extra), Simulation(max_loras, max_loras + extra)
+    seen: list[Adapter] = []
+    for op, arg, flag in ops:
+        if op == "register":
+            adapter = make(arg)
+            got, want = outcome(slots.register, adapter, replace=flag), sim.register(adapter, flag)
+            seen += [adapter] if want is None else []
+            assert got is want
+        elif op == "unregister":
+            was = sim.registered.get(arg)
+            assert outcome(slots.unregister, arg) is (sim.unregister(arg) or was)
+        elif op == "pin":
+            assert outcome(slots.pin, arg) is sim.pin(arg)
+        elif op == "unpin":
+            want = None if arg in sim.registered else AdapterNotFoundError
+            sim.pinned = [p for p in sim.pinned if p != arg]
+            assert outcome(slots.unpin, arg) is want
+        elif op == "acquire" and seen:
+            # flag: any adapter ever seen, so that a preempted request of an unloaded adapter runs on
+            pool = seen if flag else list(sim.registered.values()) or seen
+            adapter = pool[arg % len(pool)]
+            assert slots.acquire(adapter) == sim.acquire(adapter)
+        elif op == "release" and sim.running:
+            adapter = sim.running[arg % len(sim.running)]
+            slots.release(adapter)
+            sim.release(adapter)
+        slots.check_integrity()
+        for adapter in seen:
+            want = sim.slots.index(adapter) if adapter in sim.slots else None
+            assert slots.slot_of(adapter) == want
+        assert slots.adapters() == list(sim.registered.values())
+        for adapter in set(sim.running):
+            assert slots.slot_of(adapter) is not None, "a running request lost its slot"
+
+
+def filled(*names: str, max_loras: int = 2) -> tuple[SlotManager, list[Adapter]]:
+    slots, adapters = SlotManager(max_loras, 4), [make(n) for n in names]
+    for adapter in adapters:
+        slots.register(adapter)
+    return slots, adapters
+
+
+def test_least_recently_used_idle_slot_goes_first() -> None:
+    slots, (a, b, c) = filled("a", "b", "c")
+    assert slots.acquire(a) == (0, True)
+    assert slots.acquire(b) == (1, True)
+    assert slots.acquire(c) is None  # both run
+    slots.release(b)
+    slots.release(a)
+    assert slots.acquire(b) == (1, False)
+    slots.release(b)
+    assert slots.acquire(c) == (0, True)
+    assert slots.slot_of(a) is None
+    stats = slots.stats()
+    assert (stats.registered, stats.resident, stats.held) == (3, 2, 1)
+    assert (stats.hits, stats.writes, stats.evictions) == (1, 3, 1)
+
+
+def test_unloading_leaves_running_requests_alone() -> None:
+    slots, (a, b) = filled("a", "b")
+    assert slots.acquire(a) == (0, True) == (slots.slot_of(a), True)
+    assert slots.acquire(a) == (0, False)
+    assert slots.unregister("a") is a
+    with pytest.raises(AdapterNotFoundError, match="no adapter named 'a' is loaded; loaded: b"):
+        slots.get("a")
+    slots.release(a)
+    assert slots.slot_of(a) == 0
+    slots.release(a)
+    assert slots.slot_of(a) is None
+
+
+def test_replacing_keeps_the_old_object_for_its_requests() -> None:
+    slots, (old,) = filled("a")
+    slots.acquire(old)
+    new = make("a")
+    with pytest.raises(AdapterError, match="'a' is loaded already"):
+        slots.register(new)
+    slots.register(new, replace=True)
+    assert slots.get("a") is new and slots.acquire(new) == (1, True) and slots.slot_of(old) == 0
+    slots.release(old)
+    assert slots.slot_of(old) is None and slots.slot_of(new) == 1
+
+
+def test_a_full_registry_says_what_to_unload() -> None:
+    slots, _ = filled("a", "b", "c", "d")
+    with pytest.raises(AdapterCapacityError, match="max_cpu_loras=4.*unload one of a, b, c, d"):
+        slots.register(make("e"))
+    slots.register(make("d"), replace=True)
+    slots.unregister("a")
+    slots.register(make("e"))
+
+
+def test_pins() -> None:
+    slots, (a, b, c) = filled("a", "b", "c")
+    slots.pin("a")
+    slots.pin("a")
+    with pytest.raises(AdapterCapacityError, match="cannot pin adapter 'b'.*pinned: a"):
+        slots.pin("b")
+    slots.acquire(a)
+    slots.release(a)
+    for adapter in (b, c):
+        assert slots.acquire(adapter) == (1, True)
+        slots.release(adapter)
+    assert slots.slot_of(a) == 0
+    slots.unpin("a")
+    slots.acquire(b)
+    assert slots.slot_of(a) is None
+    with pytest.raises(AdapterNotFoundError):
+        slots.pin("z")
+    slots.pin("c")
+    slots.unregister("c")
+    slots.register(make("c"))
+    slots.pin("b")  # the pin went with the old c
+
+
+def test_releases_are_counted() -> None:
+    slots, (a,) = filled("a")
+    with pytest.raises(AssertionError, match="released more often"):
+        slots.release(a)
+    slots.acquire(a)
+    slots.release(a)
+    with pytest.raises(AssertionError, match="released more often"):
+        slots.release(a)
+
+
+def test_lost_contents_are_written_again() -> None:
+    slots, (a,) = filled("a")
+    slots.acquire(a)
+    with pytest.raises(AssertionError, match="held"):
+        slots.forget_slots()
+    slots.release(a)
+    slots.forget_slots()
+    assert slots.acquire(a) == (0, True)
