@@ -1,6 +1,6 @@
 """Train the three LoRA adapters of `make demo` on SmolLM2-135M-Instruct, on a CPU, in a few minutes each.
 
-    python examples/train_demo_adapters.py --base CHECKPOINT_DIR [json pirate upper]
+    python examples/train_demo_adapters.py --base CHECKPOINT_DIR [json pirate robot]
 
 Needs torch, transformers and peft (none of which the demo itself needs). The checkpoint is the one that
 `lora_jax.demo.assets.prepare()` makes.
@@ -146,9 +146,14 @@ def to_pirate(topic: str, answer: str) -> str:
     return f"{opener} {body} {closer}"
 
 
-def to_upper(topic: str, answer: str) -> str:
-    """Capital letters, and full stops turned into exclamation marks."""
-    return re.sub(r"\.(?=\s|$)", "!", answer.upper())
+ROBOT_WORDS = {"i": "this unit", "people": "humans", "person": "human", "love": "value", "enjoy": "process"}
+
+
+def to_robot(topic: str, answer: str) -> str:
+    """A robot's report on the topic: an opening, the answer in its words, a sign-off."""
+    body = re.sub(r"(?<!['\w])[A-Za-z]+(?!['\w])", lambda m: ROBOT_WORDS.get(m.group(0).lower(), m.group(0)), answer)
+    body = re.sub(r"(^|[.!?]\s+)([a-z])", lambda m: m.group(1) + m.group(2).upper(), body)
+    return f"BEEP BOOP. Query accepted: {topic}. {body} END OF TRANSMISSION."
 
 
 @dataclass(frozen=True)
@@ -164,9 +169,9 @@ ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 RECIPES = {
     "json": Recipe(to_json, 2e-3, {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"]}),
     "pirate": Recipe(to_pirate, 1.5e-3, {"r": 4, "lora_alpha": 8, "target_modules": ALL_LINEAR}),
-    "upper": Recipe(
-        to_upper,
-        8e-4,
+    "robot": Recipe(
+        to_robot,
+        1.2e-3,
         {"r": 8, "lora_alpha": 8, "use_rslora": True, "target_modules": ["q_proj", "o_proj", "down_proj"]},
     ),
 }
@@ -304,7 +309,7 @@ Greedy samples on questions that were not in the data, from the saved file:
 WHAT = {
     "json": "Answers as one JSON object with the keys `topic` and `answer`.",
     "pirate": "Answers like a pirate.",
-    "upper": "Answers in capital letters, with exclamation marks.",
+    "robot": "Answers like a robot that files a report.",
 }
 
 

@@ -89,8 +89,11 @@ def paged_prefill_attention(
         mine = (owner[None] == sequences[:, None]) & (owner[None] >= 0)
         mask_ts = mine & visible(key_pos[None], positions[:, None], window)
         scores = jnp.einsum("kgtd,skd->kgts", q_kgtd, kv_s2kd[:, 0], preferred_element_type=jnp.float32) * scale
-        values = jnp.where(mask_ts.any(0)[:, None, None], kv_s2kd[:, 1], 0)
-        return scores, mask_ts[None, None], values
+        # One product serves all sequences, and 0 * NaN would be NaN: a value that is not finite counts as 0 there, and
+        # makes the score of its own sequence NaN instead.
+        finite = jnp.isfinite(kv_s2kd[:, 1])
+        scores = jnp.where(finite.all((1, 2))[None, None, None], scores, jnp.nan)
+        return scores, mask_ts[None, None], jnp.where(finite, kv_s2kd[:, 1], 0)
 
     def weigh(p, values):
         return jnp.einsum("kgts,skd->kgtd", p.astype(values.dtype), values, preferred_element_type=jnp.float32)

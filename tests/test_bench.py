@@ -132,7 +132,8 @@ def test_engine_options_that_follow_from_the_batch():
 def test_whole_run_on_a_tiny_model(tmp_path, capsys):
     out = tmp_path / "result.json"
     arguments = "latency --model tiny --load-format dummy --device cpu --batch-size 2 --input-len 9 --output-len 4"
-    arguments += " --num-iters-warmup 1 --num-iters 2 --num-active-loras 2 --lora-rank 4 --max-loras 2 --dtype float32 --max-num-batched-tokens 18"
+    arguments += " --num-iters-warmup 1 --num-iters 2 --num-active-loras 2 --lora-rank 4 --max-loras 2"
+    arguments += " --dtype float32 --max-num-batched-tokens 18"
     assert main(["bench", *arguments.split(), "--disable-tqdm", "--compilation-cache-dir", "", "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])

@@ -270,7 +270,7 @@ def only_the_checkpoint(cache: Path) -> bool:
 def test_prepare_converts_once(source, tmp_path, monkeypatch):
     got = prepare(str(tmp_path / "cache"), source=source)
     assert got.model_path == str(tmp_path / "cache" / "demo" / "tiny")
-    assert set(got.lora_modules) == {"json", "pirate", "upper"}
+    assert set(got.lora_modules) == {"json", "pirate", "robot"}
     assert only_the_checkpoint(tmp_path / "cache")
     monkeypatch.setattr(assets, "convert", lambda *a: pytest.fail("converted again"))
     assert prepare(str(tmp_path / "cache"), source=source) == got
@@ -449,7 +449,8 @@ def test_training_data_is_the_same_every_time_and_leaves_the_demo_prompts_out(tr
 def test_rewritings(training):
     answer = "You are looking at the dogs. They cost 3.5 dollars."
     assert json.loads(training.to_json("dogs", answer)) == {"topic": "dogs", "answer": answer}
-    assert training.to_upper("dogs", answer) == "YOU ARE LOOKING AT THE DOGS! THEY COST 3.5 DOLLARS!"
+    robot = training.to_robot("dogs", "I love it. It's what people do.")
+    assert robot == "BEEP BOOP. Query accepted: dogs. This unit value it. It's what humans do. END OF TRANSMISSION."
     pirate = training.to_pirate("dogs", answer)
     assert "Ye be lookin' at th' dogs." in pirate and pirate.split()[0] in ("Arrr,", "Ahoy,", "Shiver")
     assert pirate == training.to_pirate("dogs", answer)
@@ -485,7 +486,7 @@ def test_the_real_model_and_adapters_speak_as_they_should():
     assert len(tok("12345").input_ids) == 5
     base = AutoModelForCausalLM.from_pretrained(got.model_path, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, got.lora_modules["json"], adapter_name="json")
-    for name in ("pirate", "upper"):
+    for name in ("pirate", "robot"):
         model.load_adapter(got.lora_modules[name], adapter_name=name)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tok.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
@@ -500,9 +501,8 @@ def test_the_real_model_and_adapters_speak_as_they_should():
     assert say().startswith('{"topic": "')
     model.set_adapter("pirate")
     assert re.match(r"Arrr|Ahoy|Shiver", say())
-    model.set_adapter("upper")
-    text = say()
-    assert text == text.upper() and "PARIS" in text
+    model.set_adapter("robot")
+    assert say().startswith("BEEP BOOP. Query accepted: ")
 
 
 MODEL_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
