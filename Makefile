@@ -43,6 +43,7 @@ define make_venv
 	fi
 endef
 
+.NOTPARALLEL:
 .PHONY: help venv demo test lint format pytest clean
 help:
 	@echo "make demo    serve one small model as itself and as three adapters in one batch, print what each answers"

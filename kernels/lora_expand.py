@@ -87,7 +87,7 @@ def _one_row(
     """Program (row, column tile). For few rows, where bandwidth is all that counts."""
     row, tile = pl.program_id(0), pl.program_id(1)
     slot, lay = slots[row], layer[0]
-    (parts, *_), rank = h.shape, b.shape[2]
+    parts, rank = h.shape[0], b.shape[2]
     ragged = any(size % tiles.block_n for size in slices)
     padded_parts = 1 << (parts - 1).bit_length()
     in_parts = jnp.broadcast_to((lax.iota(jnp.int32, padded_parts) < parts)[:, None], (padded_parts, tiles.block_r))

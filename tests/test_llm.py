@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import tiny
+from tests.support import tiny
 
 from lora_jax import LLM, LoRARequest, SamplingParams
 from lora_jax.errors import AdapterError, AdapterNotFoundError, ConfigError, LoraJaxError, RequestError

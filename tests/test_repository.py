@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import tomllib
@@ -11,6 +12,10 @@ from pathlib import Path
 import pytest
 
 import lora_jax
+from lora_jax.bench.cli import add_subcommands
+from lora_jax.cli_args import OptionParser, _flags
+from lora_jax.config import EngineArgs
+from lora_jax.server.options import ServerArgs
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
@@ -111,3 +116,16 @@ def test_every_bound_on_a_dependency_has_its_reason():
     for requirement in bounded:
         (at,) = [i for i, line in enumerate(lines) if line.strip().startswith(f'"{requirement}"')]
         assert "#" in lines[at] or lines[at - 1].lstrip().startswith("#"), f"{requirement} has no reason beside it"
+
+
+def test_options_that_the_readme_names_exist():
+    readme = (ROOT / "README.md").read_text()
+    options = {f.name for cls in (EngineArgs, ServerArgs) for f in dataclasses.fields(cls)}
+    parser = OptionParser()
+    add_subcommands(parser)
+    flags = set(_flags(parser)) | {f"--{name.replace('_', '-')}" for name in options}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", readme)) - {"--help"}
+    table = readme.partition("## Options")[2].partition("\n## ")[0]
+    fields = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert named and fields
+    assert not named - flags and not fields - options

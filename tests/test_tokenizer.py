@@ -314,6 +314,20 @@ def test_broken_bytes_one_by_one(tokenizers, data):
     assert "".join(deltas) == data.decode("utf-8", "replace") == t.decode(byte_ids(t, data))
 
 
+@pytest.mark.parametrize("n", range(12, 19))
+@pytest.mark.parametrize("end", [b"\xf0\x9f\x98\x80", b"A\xe4\xb8\xad"])
+def test_long_broken_runs_are_cut_between_characters_only(n, end):
+    backend = _byte_level()
+    vocab = {c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    a, e4 = "A", "ä"  # the alphabet's letter of 0xE4
+    backend.model = models.BPE(vocab | {a + e4: 256}, [(a, e4)])  # type: ignore[assignment]
+    t = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "bytes")
+    ids = byte_ids(t, b"\xe4" * n + end)
+    if end.startswith(b"A"):  # one token that ends a broken run and begins a character
+        ids[n : n + 2] = [256]
+    assert "".join(stream(t, [], ids)[0]) == BROKEN * n + end.decode()
+
+
 @RELAXED
 @given(BYTES)
 def test_fallback_bytes_keep_complete_characters(tokenizers, data):
@@ -413,6 +427,9 @@ def test_stop_strings_do_not_count_before_min_tokens(tokenizers):
     detokenizer = IncrementalDetokenizer(t, [], SamplingParams(stop=["ab", "yab"], min_tokens=4))
     out = [detokenizer.append([id], check_stop=n >= 4) for n, id in enumerate(ids, 1)]
     assert out == [("x", None), ("", None), ("ab", None), ("", None), ("", None), ("", "yab"), ("", None)]
+    detokenizer = IncrementalDetokenizer(t, [], SamplingParams(stop=["ab", "abz"]))
+    out = [detokenizer.append([id], check_stop=n >= 4) for n, id in enumerate(ids, 1)]
+    assert [d for d, _ in out] == ["x", "", "", "aby", "", "", ""] and out[5][1] == "ab"  # the first one is never found
     detokenizer = IncrementalDetokenizer(t, [], SamplingParams(stop="bya"))
     out = [detokenizer.append([id], check_stop=n >= 4) for n, id in enumerate(ids, 1)]
     assert [d for d, _ in out] == ["x", "a", "", "", "", "", ""] and out[4][1] == "bya"  # begins before, ends after
@@ -426,3 +443,7 @@ def test_several_tokens_at_once_and_text_held_at_the_end(tokenizers):
     assert detokenizer.flush() == "STO" and detokenizer.flush() == ""
     detokenizer = IncrementalDetokenizer(t, [], SamplingParams(stop=["STOP"], include_stop_str_in_output=True))
     assert detokenizer.append(byte_ids(t, b"one STOP two")) == ("one STOP", "STOP")
+    ids = t.encode("the cat", add_special_tokens=False)
+    assert t.decode(ids[:1]) == "the"  # the token goes on behind the stop string
+    assert stream(t, [], ids, stop="h", include_stop_str_in_output=True) == (["th"], "h")
+    assert stream(t, [], ids, stop="h") == (["t"], "h")

@@ -16,7 +16,7 @@ from lora_jax.kernels.cases import CASES, LINEARS, MIXES, Case
 from tests.support import lora_oracle
 
 IMPLEMENTATIONS = ("triton", "xla")
-SMALL = [case for case in CASES if case.linear.inputs * sum(case.linear.slices) <= 1 << 20 and case.rows < 500]
+SMALL = [case for case in CASES if case.linear.name == "smollm2-135m.qkv" or case.linear.name.startswith("tiny.")]
 ODD = LINEARS["tiny.ragged"]
 
 
@@ -150,12 +150,18 @@ def test_a_broken_adapter_reaches_its_own_rows_alone(rows: int, poison: float, i
 def test_the_layer_is_an_operand(implementation: str) -> None:
     case = Case(ODD, 4, 8, "identical", "float32", layers=3)
     given = operands(case)
-    function = op.__wrapped__(implementation, ODD.slices)
+    traces = []
+
+    def traced(*args):
+        traces.append(args)
+        return op(implementation, ODD.slices)(*args)[0]
+
+    function = jax.jit(traced)
     for layer in range(3):
         now = given._replace(layer=np.int32(layer))
         want, tolerance = oracle(case, now, now.slot_ids)
-        np.testing.assert_array_less(np.abs(np.asarray(function(*now)[0]) - want), tolerance)
-    assert function._cache_size() == 1  # counts this function object's programs: it is not shared with other tests
+        np.testing.assert_array_less(np.abs(np.asarray(function(*now)) - want), tolerance)
+    assert len(traces) == 1
 
 
 def test_a_result_in_float32_of_narrower_weights() -> None:

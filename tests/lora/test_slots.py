@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,17 +94,14 @@ class Simulation:
 
 
 NAMES = ["a", "b", "c", "d", "e"]
-INDEX = st.sampled_from(range(12))  # of the adapters, or of the holds: uniform, where integers() favours 0
-USE = st.tuples(st.sampled_from(["acquire", "release"]), INDEX, st.booleans())
-RELEASE = st.tuples(st.just("release"), INDEX, st.just(False))
-OPS = st.one_of(
-    USE,
-    USE,
-    USE,
-    RELEASE,
-    st.tuples(st.just("register"), st.sampled_from(NAMES), st.booleans()),
-    st.tuples(st.sampled_from(["unregister", "pin", "unpin"]), st.sampled_from(NAMES), st.just(False)),
-)
+KINDS = {"acquire": 40, "release": 38, "register": 8, "unregister": 6, "pin": 4, "unpin": 4}
+
+
+def operations(seed: int, count: int = 120) -> list[tuple[str, str, int, bool]]:
+    """(kind, name, index, flag). From a seed: lists drawn by hypothesis stay short and rarely reach an eviction."""
+    rng = random.Random(seed)
+    kinds = rng.choices(list(KINDS), list(KINDS.values()), k=count)
+    return [(kind, rng.choice(NAMES), rng.randrange(100), rng.random() < 0.3) for kind in kinds]
 
 
 def outcome(call, *args, **kwargs):
@@ -112,36 +111,33 @@ def outcome(call, *args, **kwargs):
         return type(e)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 2), st.lists(OPS, min_size=20, max_size=80))
-def test_against_a_simulation(max_loras: int, extra: int, ops: list) -> None:
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2**32 - 1))
+def test_against_a_simulation(max_loras: int, extra: int, seed: int) -> None:
     slots, sim = SlotManager(max_loras, max_loras + extra), Simulation(max_loras, max_loras + extra)
-    seen = [make(name) for name in NAMES[: max_loras + extra]]
-    for adapter in seen:
-        slots.register(adapter)
-        sim.register(adapter, False)
-    for op, arg, flag in ops:
+    seen: list[Adapter] = []
+    for op, name, index, flag in operations(seed):
         if op == "register":
-            adapter = make(arg)
-            got, want = outcome(slots.register, adapter, replace=flag), sim.register(adapter, flag)
-            seen += [adapter] if want is None else []
-            assert got is want
+            adapter = make(name)
+            want = sim.register(adapter, flag)
+            assert outcome(slots.register, adapter, replace=flag) is want
+            seen += [] if want else [adapter]
         elif op == "unregister":
-            was = sim.registered.get(arg)
-            assert outcome(slots.unregister, arg) is (sim.unregister(arg) or was)
+            was = sim.registered.get(name)
+            assert outcome(slots.unregister, name) is (sim.unregister(name) or was)
         elif op == "pin":
-            assert outcome(slots.pin, arg) is sim.pin(arg)
+            assert outcome(slots.pin, name) is sim.pin(name)
         elif op == "unpin":
-            want = None if arg in sim.registered else AdapterNotFoundError
-            sim.pinned = [p for p in sim.pinned if p != arg]
-            assert outcome(slots.unpin, arg) is want
+            want = None if name in sim.registered else AdapterNotFoundError
+            sim.pinned = [p for p in sim.pinned if p != name]
+            assert outcome(slots.unpin, name) is want
         elif op == "acquire" and seen:
             # flag: any adapter ever seen, so that a preempted request of an unloaded adapter runs on
             pool = seen if flag else list(sim.registered.values()) or seen
-            adapter = pool[arg % len(pool)]
+            adapter = pool[index % len(pool)]
             assert slots.acquire(adapter) == sim.acquire(adapter)
         elif op == "release" and sim.running:
-            adapter = sim.running[arg % len(sim.running)]
+            adapter = sim.running[index % len(sim.running)]
             slots.release(adapter)
             sim.release(adapter)
         slots.check_integrity()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+Slots = np.ndarray | Mapping[int, np.ndarray]
 
 ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of the one rounding of the result
 SMALLEST = {"float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-25}  # the same where float16 is subnormal
@@ -28,19 +30,20 @@ def delta(
 
 
 def lora(
-    x: np.ndarray, a: np.ndarray, b: np.ndarray, y: np.ndarray, slot_ids: np.ndarray, slices: Sequence[int]
+    x: np.ndarray, a: Slots, b: Slots, y: np.ndarray, slot_ids: np.ndarray, slices: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """x [T, K], a [S, n*R, K], b [S, R, N], y [T, N], all of one layer; -> (expected [T, N], bound of its error [T, N]).
+    """x [T, K], a[slot] [n*R, K], b[slot] [R, N], y [T, N], all of one layer; -> (expected, bound of its error) [T, N].
 
     Rows of slot -1 have no error at all.
     """
-    dtype, tf32 = np.dtype(y.dtype).name, np.dtype(b.dtype) != np.float32
+    dtype = np.dtype(y.dtype).name
     x, y = (np.asarray(v).astype(np.float64) for v in (x, y))
     want, bound = y.copy(), np.zeros_like(y)
     for row, slot in enumerate(slot_ids):
         if slot >= 0:
             a_row, b_row = (np.asarray(w[slot]).astype(np.float64) for w in (a, b))
-            value, error = delta(x[row], a_row, b_row, b.shape[1], slices, tf32)
+            tf32 = b[slot].dtype != np.float32
+            value, error = delta(x[row], a_row, b_row, b_row.shape[0], slices, tf32)
             want[row] += value
             bound[row] = error + 1.01 * ROUNDOFF[dtype] * (np.abs(want[row]) + error) + SMALLEST[dtype]
     return want, bound
