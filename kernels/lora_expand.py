@@ -78,8 +78,8 @@ def _one_row(
     layer,  # [1] int32
     h,  # [P, T, n*R] float32
     b,  # [L, S, R, N]
-    y,  # [T, N], the same memory as out
-    out,  # [T, N]
+    _,  # y [T, N], the same memory as out
+    out,  # [T, N], holds y at first
     *,
     slices: tuple[int, ...],
     tiles: ExpandTiles,
@@ -98,7 +98,7 @@ def _one_row(
         columns = pl.ds(column, tiles.block_n)
         in_n = column + lax.iota(jnp.int32, tiles.block_n) < end if ragged else None
         # Loaded before the sums, which wait: a program's time is that of its loads, one after the other.
-        y_n = plgpu.load(y.at[row, columns], mask=in_n, other=None if in_n is None else 0)
+        y_n = plgpu.load(out.at[row, columns], mask=in_n, other=None if in_n is None else 0)
         delta = jnp.zeros((tiles.block_n,), jnp.float32)
         for r in range(0, rank, tiles.block_r):
             b_at = b.at[lay, slot, pl.ds(r, tiles.block_r), columns]
@@ -115,8 +115,8 @@ def _many_rows(
     layer,  # [1] int32
     h,  # [P, T, n*R] float32
     b,  # [L, S, R, N]
-    y,  # [T, N], the same memory as out
-    out,  # [T, N]
+    _,  # y [T, N], the same memory as out
+    out,  # [T, N], holds y at first
     *,
     slices: tuple[int, ...],
     tiles: ExpandTiles,
@@ -154,7 +154,7 @@ def _many_rows(
 
         delta = lax.fori_loop(0, rank // tiles.block_r, product, jnp.zeros((tiles.block_t, tiles.block_n), jnp.float32))
         mask = own[:, None] & in_n[None, :]
-        y_tn = plgpu.load(y.at[t_slice, columns], mask=mask, other=0)
+        y_tn = plgpu.load(out.at[t_slice, columns], mask=mask, other=0)
         plgpu.store(out.at[t_slice, columns], (y_tn.astype(jnp.float32) + delta).astype(out.dtype), mask=mask)
         return following(slot)
 

@@ -106,7 +106,9 @@ class EngineArgs:
     revision: str | None = _opt(None, "hub revision")
     enable_lora: bool = _opt(False, "serve LoRA adapters")
     max_loras: int = _opt(8, "device slots: distinct adapters in one batch")
-    max_lora_rank: int | Literal["auto"] = _opt("auto", "largest adapter rank (auto: of the adapters named at start, else 16)")
+    max_lora_rank: int | Literal["auto"] = _opt(
+        "auto", "largest adapter rank (auto: of the adapters named at start, else 16)"
+    )
     max_cpu_loras: int | None = _opt(None, "adapters kept in host memory (default: 4 x max_loras)")
     lora_target_modules: tuple[str, ...] | None = _opt(None, "linears that get adapter slots (default: all)")
     lora_modules: tuple[str, ...] = _opt((), "adapters to load at start, name=path", metavar="NAME=PATH")
@@ -116,7 +118,9 @@ class EngineArgs:
     num_pages: int | None = _opt(None, "KV pages (default: what memory allows and max_num_seqs can use)")
     page_size: int = _opt(16, "tokens a KV page")
     gpu_memory_utilization: float = _opt(0.9, "share of the device memory the engine may use")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt("auto", "weights and activations (auto: the checkpoint's; float32 on CPU)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
+        "auto", "weights and activations (auto: on a GPU the checkpoint's, bfloat16 for float32 ones; on CPU float32)"
+    )
     load_format: Literal["auto", "dummy"] = _opt("auto", "dummy: random weights from the configuration alone")
     device: Literal["auto", "cpu", "gpu"] = _opt("auto", "where to run")
     tensor_parallel_size: int = _opt(1, "GPUs to split the model over (only 1 so far)")
@@ -124,7 +128,9 @@ class EngineArgs:
     max_logprobs: int = _opt(20, "largest logprobs / prompt_logprobs a request may ask for")
     implementation: Implementation = _opt("auto", "LoRA kernels: triton (GPU) or xla")
     enable_command_buffers: bool = _opt(True, "let XLA turn each step into one CUDA graph")
-    compilation_cache_dir: str | None = _opt(None, "folder of compiled programs (default: the user's cache; empty string: none)")
+    compilation_cache_dir: str | None = _opt(
+        None, "folder of compiled programs (default: the user's cache; empty string: none)"
+    )
     disable_tqdm: bool = _opt(False, "no progress bars at start")
 
     def __post_init__(self) -> None:
@@ -135,7 +141,8 @@ class EngineArgs:
             value = getattr(self, f.name)
             if options and value not in options and not (f.name == "max_lora_rank" and isinstance(value, int)):
                 raise ConfigError(f"{f.name} must be one of {', '.join(options)}, got {value!r}")
-        for name in ("max_loras", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "page_size", "max_cpu_loras", "max_lora_rank"):
+        sizes = "max_loras max_num_seqs max_num_batched_tokens max_model_len num_pages page_size max_cpu_loras max_lora_rank"
+        for name in sizes.split():
             value = getattr(self, name)
             if isinstance(value, bool) or (isinstance(value, int) and value < 1):
                 raise ConfigError(f"{name} must be >= 1, got {value!r}")

@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -25,7 +26,7 @@ COMMAND_BUFFER_KINDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CON
 class DeviceSetup:
     """The chosen device as a mesh of one with axis "tp", and what follows from it."""
 
-    device: jax.Device
+    device: Any
     mesh: Mesh
     sharding: NamedSharding
     implementation: str  # of the LoRA ops: "triton" or "xla"
@@ -39,7 +40,7 @@ def _nvidia_card() -> bool:
     return Path("/proc/driver/nvidia/gpus").is_dir() or shutil.which("nvidia-smi") is not None
 
 
-def _pick(device: str) -> jax.Device:
+def _pick(device: str) -> Any:
     if device != "cpu":
         try:
             return jax.devices("gpu")[0]
@@ -54,7 +55,7 @@ def _pick(device: str) -> jax.Device:
     return jax.devices("cpu")[0]
 
 
-def _implementation(wanted: str, device: jax.Device) -> str:
+def _implementation(wanted: str, device: Any) -> str:
     if device.platform != "gpu":
         if wanted == "triton":
             raise ConfigError("implementation=triton needs an NVIDIA GPU; on CPU use implementation=xla or auto")
@@ -98,8 +99,9 @@ def use_compilation_cache(folder: str | None) -> str | None:
     process has configured already is left alone. Returns the folder in use."""
     if folder == "":
         return None
-    if jax.config.jax_compilation_cache_dir:
-        return jax.config.jax_compilation_cache_dir
+    configured = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if configured:
+        return configured
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = str(Path(folder) if folder else root / "lora_jax" / "xla")
     jax.config.update("jax_compilation_cache_dir", path)

@@ -23,7 +23,7 @@ from .errors import StepKeyError
 _compilations = 0
 
 
-def _count(event: str, duration: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _compilations
     if event == "/jax/core/compile/backend_compile_duration":
         _compilations += 1

@@ -87,7 +87,7 @@ class LLM:
         """As `generate`, for one conversation or several, through the model's chat template."""
         if self.engine.tokenizer is None:
             raise RequestError("this model has no tokenizer, so no chat template", param="messages")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.engine.tokenizer
         prompts: list[Prompt] = [
             {"prompt_token_ids": tokenizer.apply_chat_template(list(c), add_generation_prompt=add_generation_prompt)}

@@ -150,7 +150,7 @@ def reset_arrays(request: Request, max_model_len: int, vocab_size: int) -> tuple
     return np.asarray(request.row, np.int32), ids[0], ids[1]
 
 
-def to_logprobs(logprobs: TokenLogprobs, row: int, token: int, k: int, text: Callable[[int], str]) -> Logprobs:
+def to_logprobs(logprobs: TokenLogprobs, row: int, token: int, k: int, text: Callable[[int], str | None]) -> Logprobs:
     """One row of fetched arrays as the dict of a `RequestOutput`: the token itself, then the k most likely ones.
 
     text: function from a token id to its text.

@@ -92,7 +92,7 @@ def _lora_runtime(
     _check_targets(lora, sites)
     sites = [site for site in sites if any(map(wanted, site.names))]
     groups, tree = group_shapes(sites), abstract_model(model, dtype)
-    limits = dict(max_loras=lora.max_loras, rank=lora.padded_rank)
+    limits: dict[str, Any] = dict(max_loras=lora.max_loras, rank=lora.padded_rank)
     attach(tree, sites, groups, **limits, dtype=dtype, implementation=implementation)
     definition = ModelDef.of(tree)
     assert definition.paths == plain.paths, "attaching changed the model's own parameters"
@@ -134,7 +134,7 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
     vocab, seqs = model.vocab_size, builder.scheduler.max_num_seqs
     plain = plain_steps(spec.definition, spec.max_logprobs, spec.setup.implementation)
     adapters = lora_steps(spec.lora.definition, spec.max_logprobs, spec.setup.implementation) if spec.lora else {}
-    stacks = (_lora_stacks(spec),) if spec.lora else ()
+    stacks: tuple[Any, ...] = (_lora_stacks(spec),) if spec.lora else ()
     array = lambda shape, dtype: placed(jax.ShapeDtypeStruct(shape, dtype))  # noqa: E731
 
     def model_entry(key: StepKey) -> Entry:

@@ -16,7 +16,8 @@ SAMPLE_MODES: tuple[SampleMode, ...] = ("greedy", "full", "logprobs")
 class StepKey:
     """Names one executable.
 
-    phase: what it does ("init*": makes the state that later steps pass on). bucket: rows (decode, sample) or tokens (prefill, prompt_logprobs) it is padded to.
+    phase: what it does ("init*": makes the state that later steps pass on). bucket: rows (decode, sample) or tokens
+    (prefill, prompt_logprobs) it is padded to.
     lora: whether any adapter is active in the batch. mode: how a sample entry chooses tokens, "" elsewhere.
     """
 

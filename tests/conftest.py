@@ -16,6 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     # A test must neither use nor fill the compilation cache of the person who runs it.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    # Tests compile far more than they compute.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support import tiny
 
 from lora_jax.config import SchedulerConfig
 from lora_jax.step_keys import step_keys
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support import tiny
 
 from lora_jax import LLM, LoRARequest, SamplingParams
 from lora_jax.errors import AdapterError, AdapterNotFoundError, ConfigError, LoraJaxError, RequestError
+from tests.support import tiny
 
 TOLERANCE = 1e-3  # logits, float32 with exact products
 GREEDY = dict(temperature=0.0, ignore_eos=True)
@@ -302,7 +302,9 @@ def test_seeds_and_penalties(llm):
     assert a == c and a != b
     alone = llm.generate(prompts[:1], params[0], use_tqdm=False)[0].outputs[0].token_ids
     assert alone == a, "a request's draws depend on its neighbours"
-    strong = SamplingParams(temperature=0, frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1e6, max_tokens=20, ignore_eos=True)
+    strong = SamplingParams(
+        frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1e6, max_tokens=20, **GREEDY
+    )
     out = llm.generate(prompts[:1], strong, use_tqdm=False)[0]
     seen = out.prompt_token_ids + out.outputs[0].token_ids
     assert len(set(out.outputs[0].token_ids)) == 20 and len(set(seen)) == len(set(out.prompt_token_ids)) + 20

@@ -4,6 +4,7 @@ command buffer, and the number of kernels is written down so that a broken fusio
 from __future__ import annotations
 
 import pytest
+
 from tests.support.gpu_program import run_compiler
 
 LAYERS = (2, 4)

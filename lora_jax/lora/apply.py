@@ -142,7 +142,7 @@ def _swap_class(module: nnx.Module, name: str) -> None:
 
 
 def attach(
-    model: nnx.Module,
+    model: Any,
     sites: Iterable[LoRASite],
     groups: Mapping[str, GroupShape],
     *,
@@ -165,7 +165,7 @@ def attach(
     }
     slots = {rows: SlotIds(jax.ShapeDtypeStruct((1,), jnp.int32), rows=rows) for rows in ("token", "head")}
     for site in sites:
-        module = functools.reduce(lambda m, k: m[k] if isinstance(k, int) else getattr(m, k), site.path, model)
+        module: Any = functools.reduce(lambda m, k: m[k] if isinstance(k, int) else getattr(m, k), site.path, model)
         _swap_class(module, "/".join(map(str, site.path)))
         module.lora_a, module.lora_b = stacks[site.group]
         module.lora_slots = slots["head" if site.head else "token"]

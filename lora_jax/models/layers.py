@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ class Attention(nnx.Module):
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, d
         self.window = config.layer_windows[layer]
-        kw = dict(dtype=dtype, param_dtype=dtype, rngs=rngs)
+        kw: dict[str, Any] = dict(dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.qkv_proj = nnx.Linear(config.hidden_size, (heads + 2 * kv_heads) * d, use_bias=config.qkv_bias, **kw)
         self.o_proj = nnx.Linear(heads * d, config.hidden_size, use_bias=config.o_bias, **kw)
         if config.qk_norm:
@@ -89,7 +90,7 @@ class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) with gate and up fused (Shazeer, "GLU variants improve Transformer", 2020)."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        kw = dict(use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        kw: dict[str, Any] = dict(use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.gate_up_proj = nnx.Linear(config.hidden_size, 2 * config.intermediate_size, **kw)
         self.down_proj = nnx.Linear(config.intermediate_size, config.hidden_size, **kw)
 

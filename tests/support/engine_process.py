@@ -20,7 +20,9 @@ if __name__ == "__main__":
         compilation_cache_dir="",
     )
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=20, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(3, 40))}], params, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(3, 40))}], params, use_tqdm=False
+    )
     logprobs = [[{t: v.logprob.hex() for t, v in e.items()} for e in o.outputs[0].logprobs or []] for o in outputs]
     hashes = {row["key"]: row["program_hash"] for row in llm.step_table.report()}
     print(json.dumps({"hashes": hashes, "logprobs": logprobs, "stats": llm.stats()}))

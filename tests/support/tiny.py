@@ -96,7 +96,9 @@ class Oracle:
 
     @quiet
     def __init__(self, base: Path, adapter: Path | None = None):
-        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.float32, attn_implementation="eager"
+        )
         self.model = (peft.PeftModel.from_pretrained(model, adapter) if adapter else model).eval()
 
     @quiet
