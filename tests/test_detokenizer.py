@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.tokenizers_ import EOS, KINDS, byte_level, save
-from support.tokenizers_ import byte_ids as spell
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lora_jax.detokenizer import BROKEN, IncrementalDetokenizer
 from lora_jax.request import SamplingParams
 from lora_jax.tokenizer import Tokenizer
+from tests.support.tokenizer_kinds import EOS, KINDS, byte_level, save
+from tests.support.tokenizer_kinds import byte_ids as spell
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.tokenizers_ import BOS, EOS, KINDS, WORDS, byte_level, save
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lora_jax.errors import ModelLoadError, RequestError
 from lora_jax.tokenizer import Tokenizer
+from tests.support.tokenizer_kinds import BOS, EOS, KINDS, WORDS, byte_level, save
 
 
 @pytest.fixture(scope="module")

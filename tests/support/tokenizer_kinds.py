@@ -76,7 +76,10 @@ def save(kind: str, folder: Path) -> Path:
 def byte_ids(backend: Backend, data: bytes) -> list[int]:
     """The ids that spell bytes one by one."""
     if backend.token_to_id("<0x00>") is not None:
-        return [backend.token_to_id(f"<0x{b:02X}>") for b in data]
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's alphabet writes as themselves
-    others = {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in shown)}
-    return [backend.token_to_id(others.get(b, chr(b))) for b in data]
+        names = [f"<0x{b:02X}>" for b in range(256)]
+    else:
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet writes these as themselves
+        others = {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in shown)}
+        names = [others.get(b, chr(b)) for b in range(256)]
+    vocab = backend.get_vocab()
+    return [vocab[names[b]] for b in data]
