@@ -107,3 +107,29 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One decode attention: `rows` sequences of up to pages * page_size tokens."""
+
+    name: str
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    pages: int
+    window: int | None = None
+    dtype: str = "bfloat16"
+
+
+ATTENTION_CASES = (
+    AttentionCase("llama2-7b", 8, 32, 32, 128, 16, 16),
+    AttentionCase("llama3-8b-one-row", 1, 32, 8, 128, 16, 64),
+    AttentionCase("qwen2-0.5b", 3, 14, 2, 64, 16, 20),
+    AttentionCase("smollm2-135m-window", 5, 9, 3, 64, 16, 20, window=50, dtype="float32"),
+    AttentionCase("tiny", 2, 4, 2, 16, 4, 20, dtype="float32"),
+    AttentionCase("odd-head-window", 2, 4, 4, 24, 4, 30, window=8, dtype="float32"),
+    AttentionCase("float16", 4, 8, 1, 80, 32, 5, dtype="float16"),
+)

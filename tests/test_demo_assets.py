@@ -472,6 +472,9 @@ def test_shorten(training, answer, want):
 
 
 # -------------------------------------------------------------------------------------------------------- the real one
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # by PEFT, of transformers
 def test_the_real_model_and_adapters_speak_as_they_should():
     """Needs a package index once; afterwards the user's cache. The sum is that of a file compared, tensor by tensor,
     with transformers' own reading of the GGUF file."""
