@@ -45,7 +45,7 @@ class SchedulerConfig:
 
     @property
     def max_prefill_seqs(self) -> int:
-        return next(b for b in self.row_buckets if b >= min(8, self.max_num_seqs))
+        return next(b for b in self.row_buckets if b >= min(64, self.max_num_seqs))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A process of its own that starts an engine and tells what its programs are: python engine_process.py MODEL LORA."""
+"""A process of its own that starts an engine and tells what its programs are: python engine_process.py MODEL plain|lora [CACHE]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if __name__ == "__main__":
         max_model_len=64,
         num_pages=9,
         disable_tqdm=True,
-        compilation_cache_dir="",
+        compilation_cache_dir=sys.argv[3] if len(sys.argv) > 3 else "",
     )
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=20, ignore_eos=True)
     outputs = llm.generate(
