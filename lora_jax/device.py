@@ -76,8 +76,9 @@ def _implementation(wanted: str, device: Any) -> str:
 
 def set_up_device(device: str, implementation: str, gpu_memory_utilization: float) -> DeviceSetup:
     """Raises ConfigError when the wanted device or implementation is not to be had."""
-    # Read by JAX when its GPU client starts; without it the client takes 75 % of the card.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
+    # Read by JAX when its GPU client starts; without it the client takes 75 % of the card, with both names it does not start.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
     chosen = _pick(device)
     mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,), devices=[chosen])
     return DeviceSetup(chosen, mesh, NamedSharding(mesh, PartitionSpec()), _implementation(implementation, chosen))

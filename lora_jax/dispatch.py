@@ -64,11 +64,16 @@ _NOISE = re.compile(
     r"|^(FileNames|FunctionNames|FileLocations|StackFrames)\n(\d.*\n)*)",
     re.MULTILINE,
 )
+_HEADER = re.compile(r"^((?:ENTRY )?%\S+) \(.*\{$", re.MULTILINE)  # repeats the parameters that stand below it
+_NAME = re.compile(r"%[\w.\-]+")
 
 
 def program_hash(compiled: Any) -> str:
-    """Hash of the optimized program without module name, metadata and source lines."""
+    """Hash of the optimized program without module name, metadata and source lines; its values are numbered, as their names
+    come from those of arguments."""
     text = re.sub(r"\"[^\"]*_step[^\"]*\"", "", _NOISE.sub("", compiled.as_text()))
+    numbers: dict[str, str] = {}
+    text = _NAME.sub(lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), _HEADER.sub(r"\1 {", text))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

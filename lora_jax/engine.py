@@ -45,7 +45,6 @@ class Engine:
         self.step_table = built.runtime.table
         spec = built.runtime.spec
         self.model_config, self.dtype = spec.model, spec.dtype
-        self.model_config, self.dtype = spec.model, spec.dtype
         self.max_model_len = spec.builder.scheduler.max_model_len
         self._lora = spec.lora
         self._slots = SlotManager(spec.lora.config.max_loras, spec.lora.config.max_cpu_loras) if spec.lora else None
@@ -158,10 +157,21 @@ class Engine:
         """Plan, run, commit: at most one device step. Returns what each request got, in no particular order.
 
         A step that raises fails its own requests; all others are computed again. Raises EngineDeadError when it keeps
-        failing.
+        failing. After an interrupt every request is computed again.
         """
         if self._dead is not None:
             raise EngineDeadError(f"the engine has stopped: {self._dead}")
+        try:
+            return self._step()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt: the plan is not committed, and the pages may be lost
+            with self._lock:
+                self._forget_device_state()
+            self._runtime.recover()
+            raise
+
+    def _step(self) -> list[StepOutput]:
         with self._lock:
             outputs = self._take_aborts()
             plan = self._scheduler.plan()
@@ -215,15 +225,13 @@ class Engine:
         self._counts["failed_steps"] += 1
         self._failed_in_a_row += 1
         with self._lock:
-            self._scheduler.reset_running()
+            self._forget_device_state()
             outputs = []
             for row in plan.rows:
                 self._scheduler.finish(row.request, "abort")
                 del self._outputs[row.request.request_id]
                 cause = LoraJaxError(f"the step that computed this request failed: {type(error).__name__}: {error}")
                 outputs.append(failed(row.request.request_id, cause))
-            if self._slots is not None:
-                self._slots.forget_slots()
             if self._failed_in_a_row >= MAX_FAILED_STEPS:
                 self._dead = error
                 raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed, last: {error}") from error
@@ -233,6 +241,11 @@ class Engine:
             self._dead = again
             raise EngineDeadError(f"the device state could not be made anew: {again}") from again
         return outputs
+
+    def _forget_device_state(self) -> None:
+        self._scheduler.reset_running()
+        if self._slots is not None:
+            self._slots.forget_slots()
 
     # -- adapters --
 

@@ -65,13 +65,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts.
 
-        prompts: strings or {"prompt_token_ids": [...]}. sampling_params, lora_request: one for all, or one each (None: base).
+        prompts: strings or {"prompt_token_ids": [...]}. sampling_params, lora_request: one for all, or one each (None: the checkpoint's
+        defaults; the base).
         Raises: RequestError, AdapterNotFoundError, AdapterError before anything runs; a request that fails on the device
         raises its error once all others are done.
         """
         many: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else list(prompts)  # type: ignore[list-item]
-        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each(default, SamplingParams, len(many), "sampling_params")
+        given = _one_each(sampling_params, SamplingParams, len(many), "sampling_params")
+        params = [self.get_default_sampling_params() if p is None else p for p in given]
         loras = _one_each(lora_request, LoRARequest, len(many), "lora_request")
         requests = [self.engine.make_request(p, s, r) for p, s, r in zip(many, params, loras, strict=True)]
         return self._run(requests, use_tqdm)

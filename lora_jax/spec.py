@@ -125,6 +125,14 @@ def _placed(spec: RuntimeSpec, tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec.setup.sharding), tree)
 
 
+def _wave(spec: RuntimeSpec, key: StepKey) -> int:
+    """Programs that hold an equal product or fusion compile one after another: on a GPU the first one's autotuning result
+    is then the one of all, and not, where two threads tune at once, sometimes the one and sometimes the other. Plain steps
+    come before LoRA steps; every prefill shares its head with the decode step of as many rows, prompt_logprobs theirs."""
+    later = {"prefill": 1, "prompt_logprobs": 1 if key.bucket == spec.builder.scheduler.token_buckets[0] else 2}
+    return 3 * key.lora + (1 if key.mode == "logprobs" else later.get(key.phase, 0))
+
+
 def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
     """What to compile for each key. params: arrays or shapes, in the order of spec.definition.paths."""
     builder, model = spec.builder, spec.model
@@ -147,8 +155,7 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
         else:
             args = (kv, *placed(getattr(builder, key.phase)((), key.bucket)))
             donate = (len(head),)
-        # the plain steps first: what they autotune is what the LoRA steps of the same bucket use
-        return Entry(fn, (*head, *args, *tail), donate, spec.compiler_options, wave=int(key.lora))
+        return Entry(fn, (*head, *args, *tail), donate, spec.compiler_options, wave=_wave(spec, key))
 
     def sample_entry(key: StepKey) -> Entry:
         logits = array((key.bucket, vocab), spec.dtype)
@@ -158,7 +165,7 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
         if key.mode == "full":
             return Entry(sample_full, (logits, state, batch), (1,), spec.compiler_options)
         fn = functools.partial(sample_logprobs, max_logprobs=spec.max_logprobs)
-        return Entry(fn, (logits, state, batch), (1,), spec.compiler_options)
+        return Entry(fn, (logits, state, batch), (1,), spec.compiler_options, wave=_wave(spec, key))
 
     def state_entry(key: StepKey) -> Entry:
         if key.phase == "sampling_state":

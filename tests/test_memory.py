@@ -155,7 +155,15 @@ def base(tmp_path_factory):
 def test_what_cannot_fit_is_refused_before_the_weights_load(base, monkeypatch, options, item, advice):
     monkeypatch.setattr(Checkpoint, "open", lambda *args: pytest.fail("weights were loaded"))
     with pytest.raises(CapacityError) as e:
-        LLM(str(base), max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, disable_tqdm=True, **options)
+        LLM(
+            str(base),
+            device="cpu",
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            max_model_len=64,
+            disable_tqdm=True,
+            **options,
+        )
     said = rows(str(e.value))
     assert said[item] > said["limit"] > 0 and said["weights"] >= 0 and len(said) == 7
     assert advice in str(e.value).split("what to change: ")[1]
@@ -167,6 +175,7 @@ def test_sizes_are_those_of_the_real_arrays(base):
 
     llm = LLM(
         str(base),
+        device="cpu",
         enable_lora=True,
         max_loras=2,
         max_lora_rank=4,

@@ -61,14 +61,14 @@ def test_a_long_prompt_is_cut_and_alternates_with_decode():
 
 
 def test_max_prefill_seqs_bounds_a_prefill_step():
-    sim = simulation(seqs=10, tokens=64)
-    for _ in range(10):
+    sim = simulation(seqs=70, tokens=128, pages=400)
+    for _ in range(70):
         sim.add(1, 4)
-    assert sim.config.max_prefill_seqs == 8
-    assert len(sim.step().rows) == 8
+    assert sim.config.max_prefill_seqs == 64
+    assert len(sim.step().rows) == 64
     assert sim.step().phase == "decode"
-    assert len(sim.step().rows) == 2
-    assert len(sim.step().rows) == 10
+    assert len(sim.step().rows) == 6
+    assert len(sim.step().rows) == 70
 
 
 def test_the_queue_is_looked_at_again_after_a_prefill_step_without_room():
