@@ -65,8 +65,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts.
 
-        prompts: strings or {"prompt_token_ids": [...]}. sampling_params, lora_request: one for all, or one each (None: the checkpoint's
-        defaults; the base).
+        prompts: strings or {"prompt_token_ids": [...]}. sampling_params, lora_request: one for all, or one each; None is
+        `get_default_sampling_params()`, and the base.
         Raises: RequestError, AdapterNotFoundError, AdapterError before anything runs; a request that fails on the device
         raises its error once all others are done.
         """

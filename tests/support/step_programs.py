@@ -59,7 +59,7 @@ def programs(card: str, layers: int, lora: bool, keys: list[StepKey]) -> dict[st
 def _distinct(hlo: str) -> int:
     """LoRA kernels that differ: calls whose configuration (the kernel's code) is the same count once."""
     calls = re.findall(r"custom-call\(.*?custom_call_target=\"__gpu\$xla\.gpu\.triton\".*?backend_config=(.*)", hlo)
-    return len({c for c in calls if "lora_" in c})
+    return len({c for c in calls if re.search("lora_(shrink|expand)", c)})
 
 
 if __name__ == "__main__":
