@@ -84,7 +84,7 @@ def plan_memory(
     if pages > room:
         advice = "lower num_pages" if num_pages else "lower max_model_len or max_num_seqs"
         raise CapacityError(_does_not_fit(plan, f"{advice}, max_loras, max_lora_rank or max_num_batched_tokens"))
-    if pages < pages_for(length) + 1 or pages < 2:
+    if pages < pages_for(length) + 1:
         need = pages_for(length) + 1
         advice = f"one request of max_model_len={length} needs {need} pages; lower max_model_len or raise " + (
             "num_pages" if num_pages else "gpu_memory_utilization"

@@ -233,3 +233,4 @@ def test_a_second_start_is_served_from_the_cache(tmp_path):
     assert second["events"].get("cache_misses", 0) == 0 and second["events"]["cache_hits"] >= len(stored)
     assert first["tokens"] == second["tokens"] == tiny.Oracle(base).greedy([5, 6, 7], 4)[0]
     assert first["hashes"] == second["hashes"] and len(first["hashes"]) > 5
+    assert first["stats"]["compilations_after_warmup"] == second["stats"]["compilations_after_warmup"] == 0

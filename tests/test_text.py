@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 
 from lora_jax import LLM, CompletionOutput, LoRARequest, RequestOutput, SamplingParams
 from lora_jax.errors import RequestError
-from tests.support import tiny, tokenizer_kinds
+from tests.support import text_model, tiny
+from tests.support.text_model import TOLERANCE, TextModel
 
-TOLERANCE = 1e-3
-WORDS = "Hello world how are you the cat sat on mat naïve café 日本語 привет 😀 and so it goes".split()
 DEFAULTS = dict(temperature=0.6, top_k=5, top_p=0.9, repetition_penalty=1.3, max_new_tokens=6)
 GREEDY = dict(temperature=0.0, ignore_eos=True)
 N = 12
 
 
-@dataclasses.dataclass
-class World:
-    """A checkpoint with tokenizer, and what transformers says about it."""
-
-    folder: Path
-    tokenizer: Any
-    oracle: tiny.Oracle
-    known: dict[tuple[int, ...], tuple[list[int], float]] = dataclasses.field(default_factory=dict)
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text)["input_ids"]
-
-    def decode(self, ids: list[int], skip: bool = True) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-
-    def greedy(self, text: str) -> tuple[list[int], float]:
-        """N tokens, and the smallest margin on the way."""
-        ids = self.encode(text)
-        if tuple(ids) not in self.known:
-            self.known[tuple(ids)] = self.oracle.greedy(ids, N)
-        return self.known[tuple(ids)]
-
-    def prompts(self, fits: Callable[[list[int]], Any] = lambda tokens: True) -> Iterator[str]:
-        """Prompts whose greedy continuation is certain, and is as wanted."""
-        for a, b in itertools.permutations(WORDS, 2):
-            tokens, margin = self.greedy(f"{a} {b}")
-            if margin > 2 * TOLERANCE and fits(tokens):
-                yield f"{a} {b}"
-
-
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
+def world(tmp_path_factory) -> TextModel:
     folder = tmp_path_factory.mktemp("base")
-    tokenizer_kinds.save("byte_level", folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    family, options = tiny.ARCHITECTURES["llama"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.ARCHITECTURES, "text", (family, {**options, "vocab_size": len(tokenizer)}))
-        tiny.save_base("text", folder)
-    return World(folder, tokenizer, tiny.Oracle(folder))
+    tokenizer = text_model.save("llama", folder)
+    return TextModel(folder, tokenizer, {None: tiny.Oracle(folder)}, N)
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +114,16 @@ def test_without_detokenize_there_is_no_text(llm, world):
 # -- what ends a text --
 
 
-def across(world: World, tokens: list[int]) -> tuple[str, int] | None:
+def across(world: TextModel, tokens: list[int]) -> tuple[str, int] | None:
     """(a string of two characters that two tokens share, index of the second one), first met there."""
     texts = [world.decode([t]) for t in tokens]
     for i in range(2, len(tokens) - 2):
         stop = texts[i][-1:] + texts[i + 1][:1]
-        if len(stop) == 2 and stop.isascii() and world.decode(tokens).find(stop) == len(world.decode(tokens[: i + 1])) - 1:
+        if (
+            len(stop) == 2
+            and stop.isascii()
+            and world.decode(tokens).find(stop) == len(world.decode(tokens[: i + 1])) - 1
+        ):
             return stop, i + 1
     return None
 
@@ -348,19 +313,23 @@ def test_logprobs_name_their_tokens(llm, world):
 
 # -- chat --
 
-TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}, {"role": "user", "content": "?"}]
+TALK = [
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": "sat"},
+    {"role": "user", "content": "?"},
+]
 
 
 @pytest.mark.parametrize("add", [True, False])
 def test_chat_uses_the_models_template(llm, world, add):
     params = SamplingParams(max_tokens=4, **GREEDY)
-    texts = [world.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=add) for t in (TALK, TALK[:1])]
-    assert texts[1].startswith("<s>[user]the cat</s>") and texts[1].endswith("[assistant]") is add
+    prompts = [world.chat_ids(TALK, add), world.chat_ids(TALK[:1], add)]
+    assert world.decode(prompts[1], skip=False) == "<s>[user]the cat</s>" + "[assistant]" * add
     one_talk = llm.chat(TALK, params, use_tqdm=False, add_generation_prompt=add)
     several = llm.chat([TALK, TALK[:1]], params, [None, LoRARequest("a")], use_tqdm=False, add_generation_prompt=add)
     assert len(one_talk) == 1 and len(several) == 2
-    for text, output, lora in zip([texts[0], *texts], [*one_talk, *several], [None, None, LoRARequest("a")], strict=True):
-        ids = world.tokenizer(text, add_special_tokens=False)["input_ids"]
+    loras = [None, None, LoRARequest("a")]
+    for ids, output, lora in zip([prompts[0], *prompts], [*one_talk, *several], loras, strict=True):
         assert output.prompt_token_ids == ids, "special tokens come from the template alone"
         same = llm.generate({"prompt_token_ids": ids}, params, lora, use_tqdm=False)[0]
         assert same.outputs == output.outputs
