@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from .config import CacheConfig, EngineArgs, LoRAConfig, SchedulerConfig
 from .device import DeviceSetup, compiler_options, free_memory, set_up_device, use_compilation_cache
 from .errors import ConfigError, ModelLoadError
+from .log import log
 from .lora.adapter import peek_rank
 from .memory import MemoryPlan, Sizes, check_programs, plan_memory
 from .models.checkpoint import Checkpoint, dummy_params, load_params
@@ -27,8 +28,6 @@ from .models.shapes import SHAPES, known_shape
 from .runtime import Runtime
 from .spec import RuntimeSpec, build_table, fixed_bytes, make_spec
 from .tokenizer import Tokenizer
-
-log = logging.getLogger("lora_jax")
 
 CPU_KV_LIMIT = 4 << 30  # bytes of KV pages taken on CPU without being asked for
 DEFAULT_RANK = 16
@@ -70,7 +69,8 @@ def build(args: EngineArgs) -> Built:
     text = tokenizer.token_text if tokenizer is not None else lambda token: None
     runtime = Runtime(spec, params, table, text)
     if setup.is_gpu:
-        runtime.warm_up()
+        with _bar(args, "warming up", len(spec.keys)) as progress:
+            runtime.warm_up(progress)
     return Built(runtime, tokenizer, source.defaults, plan, _base_tensor(checkpoint))
 
 
@@ -181,13 +181,19 @@ def _load(args: EngineArgs, model: ModelConfig, spec: RuntimeSpec, checkpoint: C
 
 
 def _compile(args: EngineArgs, spec: RuntimeSpec, params: Any):
-    with tqdm(total=len(spec.keys), desc="compiling steps", unit="step", disable=args.disable_tqdm) as bar:
+    with _bar(args, "compiling steps", len(spec.keys)) as progress:
+        return build_table(spec, params, threads=max(2, os.cpu_count() or 2), progress=progress)
+
+
+@contextlib.contextmanager
+def _bar(args: EngineArgs, what: str, total: int) -> Iterator[Callable[[Any], None]]:
+    with tqdm(total=total, desc=what, unit="step", disable=args.disable_tqdm) as bar:
 
         def progress(key: Any) -> None:
             bar.set_postfix_str(str(key), refresh=False)
             bar.update()
 
-        return build_table(spec, params, threads=max(2, os.cpu_count() or 2), progress=progress)
+        yield progress
 
 
 def _base_tensor(checkpoint: Checkpoint | None) -> Callable[[str], np.ndarray] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lora_jax.kernels import MIN_COMPUTE_CAPABILITY
 
 from .errors import ConfigError
-
-log = logging.getLogger("lora_jax")
+from .log import log
 
 # Thunk kinds that go into a CUDA graph: all that a step can hold, loops and branches included.
 COMMAND_BUFFER_KINDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"

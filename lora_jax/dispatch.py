@@ -130,6 +130,11 @@ class StepTable:
         row.hits += 1
         return row.compiled
 
+    def reset_hits(self) -> None:
+        """Forget what warm-up ran."""
+        for row in self._rows.values():
+            row.hits = 0
+
     def __len__(self) -> int:
         return len(self._rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 from collections import deque
@@ -13,6 +12,7 @@ from .builder import Built, build
 from .config import EngineArgs
 from .dispatch import compilations
 from .errors import AdapterError, AdapterNotFoundError, EngineDeadError, LoraJaxError, RequestError
+from .log import log, show_log
 from .lora.adapter import Adapter, LoadReport, read_adapter
 from .lora.slots import SlotManager
 from .outputs import OutputState, failed, not_finite
@@ -20,8 +20,6 @@ from .request import LoRARequest, Prompt, Request, SamplingParams, StepOutput
 from .runtime import StepResult
 from .sampling import banned_ids
 from .scheduler import Scheduler, StepPlan
-
-log = logging.getLogger("lora_jax")
 
 MAX_FAILED_STEPS = 3  # in a row; then the fault is not one request's
 
@@ -33,6 +31,7 @@ class Engine:
     """
 
     def __init__(self, args: EngineArgs):
+        show_log()
         built: Built = build(args)
         self.args = args
         self.model_name = args.model

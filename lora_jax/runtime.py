@@ -40,21 +40,19 @@ class Runtime:
         self._stacks = table[StepKey("init_slots", 1, lora=True)]() if spec.lora else None
         self._kv, self._state = table[StepKey("init", 1)]()
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Callable[[StepKey], None] = lambda key: None) -> None:
         """Run every step once on padding alone, through the live batch builder: on a GPU the first call of an executable
         loads its kernels and instantiates its graphs."""
-        builder = self.spec.builder
         for key in self.table.keys():
             if key.phase in ("decode", "prefill"):
-                out = self._model_step(key, ())
-                logits = out[0]
+                logits, *hidden = self._model_step(key, ())
                 for mode in SAMPLE_MODES:
                     self._sample(logits, (), mode)
-                if key.phase == "prefill":
-                    args = self._lora_args(StepKey("prompt_logprobs", key.bucket, key.lora), ())
-                    hidden_args = (out[1], builder.targets((), key.bucket))
-                    self._call(StepKey("prompt_logprobs", key.bucket, key.lora), *args[0], *hidden_args, *args[1])
+                if hidden:
+                    self._prompt_logprobs_step(key, (), hidden[0])
+            progress(key)
         jax.block_until_ready((self._kv, self._state))
+        self.table.reset_hits()
 
     def write_slot(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter's weights in a device slot, every module of it."""
@@ -124,11 +122,13 @@ class Runtime:
         args = reset_arrays(row.request, self.spec.builder.scheduler.max_model_len, self.spec.model.vocab_size)
         self._state = self._call(StepKey("sampling_state", 1), self._state, *args)
 
+    def _prompt_logprobs_step(self, prefill: StepKey, rows: Sequence[ScheduledRow], hidden: jax.Array) -> TokenLogprobs:
+        key = StepKey("prompt_logprobs", prefill.bucket, prefill.lora)
+        head, tail = self._lora_args(key, rows)
+        return self._call(key, *head, hidden, self.spec.builder.targets(rows, key.bucket), *tail)
+
     def _prompt_logprobs(self, plan: StepPlan, hidden: jax.Array, result: StepResult) -> None:
-        key = StepKey("prompt_logprobs", plan.key.bucket, plan.key.lora)
-        head, tail = self._lora_args(key, plan.rows)
-        targets = self.spec.builder.targets(plan.rows, key.bucket)
-        logprobs = jax.device_get(self._call(key, *head, hidden, targets, *tail))
+        logprobs = jax.device_get(self._prompt_logprobs_step(plan.key, plan.rows, hidden))
         at = 0
         for row in plan.rows:
             request, k = row.request, row.request.params.prompt_logprobs
