@@ -7,6 +7,7 @@ An executable refuses a wrong shape instead of compiling again, so after warm-up
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import time
@@ -56,6 +57,10 @@ class _Row:
     compiled: Any
     compile_seconds: float
     hits: int = 0
+
+    @functools.cached_property
+    def program_hash(self) -> str:  # kept: the text of a program is long
+        return program_hash(self.compiled)
 
 
 # What differs between two compilations of one program: names, source lines and tables of them.
@@ -156,7 +161,7 @@ class StepTable:
                 key=str(key),
                 compile_seconds=round(row.compile_seconds, 3),
                 temp_bytes=_temp_bytes(row.compiled),
-                program_hash=program_hash(row.compiled),
+                program_hash=row.program_hash,
                 hits=row.hits,
             )
             for key, row in self._rows.items()

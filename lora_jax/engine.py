@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from .builder import Built, build
@@ -50,7 +52,8 @@ class Engine:
         self._scheduler = Scheduler(spec.builder.scheduler, spec.builder.cache, self._slots)
         self._lock = threading.RLock()
         self._outputs: dict[str, OutputState] = {}
-        self._aborts: deque[str] = deque()
+        self._aborts: deque[Request] = deque()
+        self._loading = threading.Lock()  # of adapters that requests bring: the first one loads, others of the name wait
         self._ids = itertools.count()
         self._counts = dict(steps=0, prompt_tokens=0, generation_tokens=0, slot_writes=0, failed_steps=0)
         self._failed_in_a_row = 0
@@ -75,6 +78,8 @@ class Engine:
 
         Raises: RequestError naming the field, AdapterNotFoundError, AdapterError.
         """
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, got {request_id!r}", param="request_id")
         ids = self._prompt_ids(prompt)
         vocab = self._runtime.spec.model.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
@@ -90,11 +95,6 @@ class Engine:
                 f"stop_token_ids holds {bad[0]}, outside the vocabulary of {vocab}", param="stop_token_ids"
             )
         room = self.max_model_len - len(ids)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no room for an answer",
-                param="prompt",
-            )
         adapter = self._adapter_for(lora_request)
         request = Request(
             request_id=request_id or f"request-{next(self._ids)}",
@@ -119,10 +119,15 @@ class Engine:
                 raise RequestError("this model has no tokenizer: send prompt_token_ids", param="prompt")
             ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-            ids = list(prompt["prompt_token_ids"])
+            ids = _listed(prompt["prompt_token_ids"])
         else:
             raise RequestError(
                 f'a prompt is a string or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}', param="prompt"
+            )
+        if len(ids) >= self.max_model_len:  # before a look at each token
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no room for an answer",
+                param="prompt",
             )
         vocab = self._runtime.spec.model.vocab_size
         for t in ids:
@@ -139,12 +144,19 @@ class Engine:
                 raise EngineDeadError(f"the engine has stopped: {self._dead}")
             if request.request_id in self._outputs:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+            if request.finish_reason is not None:
+                raise RequestError(
+                    f"request {request.request_id!r} has ended: make a new one with make_request", param="request_id"
+                )
             self._outputs[request.request_id] = OutputState.of(request, self.tokenizer)
             self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; an unknown or finished one is ignored."""
-        self._aborts.append(request_id)
+        with self._lock:
+            state = self._outputs.get(request_id)
+            if state is not None:  # the request, not its id, which may be given again
+                self._aborts.append(state.request)
 
     def has_unfinished(self) -> bool:
         with self._lock:
@@ -190,8 +202,10 @@ class Engine:
     def _take_aborts(self) -> list[StepOutput]:
         outputs = []
         while self._aborts:
-            request = self._scheduler.abort(self._aborts.popleft())
-            if request is not None:
+            request = self._aborts.popleft()
+            state = self._outputs.get(request.request_id)
+            if state is not None and state.request is request:
+                self._scheduler.finish(request, "abort")
                 del self._outputs[request.request_id]
                 outputs.append(StepOutput(request.request_id, finish_reason="abort"))
         return outputs
@@ -254,12 +268,21 @@ class Engine:
         replace: take the place of an adapter of that name; requests in flight finish with the old weights.
         Raises: AdapterError, AdapterCapacityError; nothing has changed then.
         """
-        if self._lora is None or self._slots is None:
+        if self._slots is None:
             raise AdapterError(f"adapter {name!r} cannot be loaded: the engine was started without enable_lora")
+        adapter = self._read(name, path)
+        with self._lock:
+            self._slots.register(adapter, replace=replace)
+        return adapter.report
+
+    def _read(self, name: str, path: str) -> Adapter:
+        assert self._lora is not None
         if not isinstance(name, str) or not name:
             raise AdapterError(f"an adapter's name must be a non-empty string, got {name!r}")
+        if not isinstance(path, str | os.PathLike):
+            raise AdapterError(f"the path of adapter {name!r} must be a string, got {path!r}")
         model = self._runtime.spec.model
-        adapter = read_adapter(
+        return read_adapter(
             os.fspath(path),
             name,
             self._lora.targets,
@@ -268,9 +291,6 @@ class Engine:
             dtype=self._runtime.spec.dtype,
             base_tensor=self._built.base_tensor,
         )
-        with self._lock:
-            self._slots.register(adapter, replace=replace)
-        return adapter.report
 
     def unload_lora(self, name: str) -> None:
         """Forget an adapter; requests in flight finish with it. Raises AdapterNotFoundError."""
@@ -292,24 +312,31 @@ class Engine:
                 f"adapter {wanted.lora_name!r} is asked for, but the engine was started without enable_lora",
                 param="lora_request",
             )
-        with self._lock:
-            try:
-                adapter = self._slots.get(wanted.lora_name)
-            except AdapterNotFoundError:
-                if wanted.lora_path is None:
-                    raise
-                adapter = None
-        if adapter is None:
-            assert wanted.lora_path is not None
-            self.load_lora(wanted.lora_name, wanted.lora_path)
-            with self._lock:
-                return self._slots.get(wanted.lora_name)
+        try:
+            adapter = self._slots.get(wanted.lora_name)
+        except AdapterNotFoundError:
+            if wanted.lora_path is None:
+                raise
+            adapter = self._first_use(wanted.lora_name, wanted.lora_path)
         if wanted.lora_path is not None and os.path.realpath(wanted.lora_path) != os.path.realpath(adapter.path):
             raise AdapterError(
                 f"adapter {wanted.lora_name!r} is loaded from {adapter.path}, the request names {wanted.lora_path}: "
                 "unload it first, or load_lora(..., replace=True)"
             )
         return adapter
+
+    def _first_use(self, name: str, path: str) -> Adapter:
+        """The adapter of that name, loaded unless another thread has been quicker."""
+        assert self._slots is not None
+        with self._loading:
+            with contextlib.suppress(AdapterNotFoundError):
+                return self._slots.get(name)
+            adapter = self._read(name, path)
+            with self._lock:
+                with contextlib.suppress(AdapterNotFoundError):
+                    return self._slots.get(name)
+                self._slots.register(adapter)
+            return adapter
 
     # -- what it is doing --
 
@@ -334,3 +361,9 @@ class Engine:
             self._scheduler.check_integrity()
             if self._slots is not None:
                 self._slots.check_integrity()
+
+
+def _listed(token_ids: Any) -> list[int]:
+    if not isinstance(token_ids, Iterable):
+        raise RequestError(f"prompt_token_ids must be a list of integers, got {token_ids!r}", param="prompt")
+    return list(token_ids)

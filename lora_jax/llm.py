@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,11 +42,13 @@ def engine_args(model: str, **options: Any) -> EngineArgs:
 class LLM:
     """A model with its adapters, ready to generate.
 
+    Every method may be called from any thread; calls that generate run one after another.
     Options are the fields of `EngineArgs`. Raises: ConfigError, ModelLoadError, CapacityError, AdapterError.
     """
 
     def __init__(self, model: str, **options: Any):
         self.engine = Engine(engine_args(model, **options))
+        self._running = threading.Lock()
 
     @property
     def step_table(self):
@@ -113,6 +116,10 @@ class LLM:
         return self.engine.stats()
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        with self._running:  # one thread steps the engine
+            return self._run_alone(requests, use_tqdm)
+
+    def _run_alone(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         outputs = {r.request_id: _empty(r) for r in requests}
         errors: list[Exception] = []
         open_ids = set(outputs)

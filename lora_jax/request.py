@@ -6,8 +6,9 @@ Names and defaults follow vLLM's Python API, so that code written for it runs un
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -27,10 +28,19 @@ Prompt = str | TokensPrompt
 
 def _number(name: str, value: Any, low: float, high: float = math.inf, *, integer: bool = False) -> None:
     kind = (int,) if integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not low <= value <= high:
+    good = isinstance(value, kind) and not isinstance(value, bool)
+    huge = isinstance(value, int) and abs(value) >= 1 << 64  # may be no float, and too long to print
+    if not good or huge or not math.isfinite(value) or not low <= value <= high:
         what = "an integer" if integer else "a number"
         span = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f">= {low:g}"
-        raise RequestError(f"{name} must be {what} {span}, got {value!r}", param=name)
+        given = f"an integer of {value.bit_length()} bits" if huge else repr(value)
+        raise RequestError(f"{name} must be {what} {span}, got {given}", param=name)
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    if value is not None and not isinstance(value, Sequence | Set):
+        raise RequestError(f"{name} must be a list, got {value!r}", param=name)
+    return tuple(value or ())
 
 
 @dataclass(frozen=True)
@@ -91,10 +101,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0, integer=True)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         if any(not isinstance(s, str) or not s for s in stop):
             raise RequestError(f"stop must hold non-empty strings, got {self.stop!r}", param="stop")
-        ids = tuple(self.stop_token_ids or ())
+        ids = _items("stop_token_ids", self.stop_token_ids)
         if any(isinstance(t, bool) or not isinstance(t, int) for t in ids):
             raise RequestError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}", param="stop_token_ids")
         if stop and not self.detokenize:
@@ -126,6 +136,8 @@ class LoRARequest:
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise RequestError(f"lora_name must be a non-empty string, got {self.lora_name!r}", param="lora_name")
+        if self.lora_path is not None and not isinstance(self.lora_path, str | os.PathLike):
+            raise RequestError(f"lora_path must be a string, got {self.lora_path!r}", param="lora_path")
 
 
 @dataclass(frozen=True)

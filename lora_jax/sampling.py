@@ -29,6 +29,9 @@ GREEDY_BELOW = 1e-5  # temperatures below count as 0, as in vLLM: dividing by th
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
 _TOP_K, _ROW, _STEP, _SEED_HIGH, _SEED_LOW, _BANNED = range(6)
 _GREEDY_FLOATS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+# What float32 arithmetic with logits bears; beyond, the answer is that of the limit. (-inf / inf, say, would be NaN.)
+_MAX_TEMPERATURE = 1e20
+_REPETITION_SPAN = 1e-10, 1e10
 
 Batch = dict[str, np.ndarray] | dict[str, jax.Array]
 
@@ -130,12 +133,14 @@ def batch_arrays(
 def _row(request: Request, vocab_size: int, engine_seed: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """A request's floats, and its integers (as words of 32 bits) up to the banned ids."""
     p = request.params
+    repetition = min(max(p.repetition_penalty, _REPETITION_SPAN[0]), _REPETITION_SPAN[1])
     if p.temperature >= GREEDY_BELOW:
         seed = request_seed(request, engine_seed)
         words = (min(max(p.top_k, 0), vocab_size), request.row, request.num_output, seed >> 32, seed & 0xFFFFFFFF)
-        floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        temperature = min(p.temperature, _MAX_TEMPERATURE)
+        floats = (temperature, p.top_p, p.min_p, repetition, p.presence_penalty, p.frequency_penalty)
         return floats, words
-    floats = (*_GREEDY_FLOATS[:_REPETITION], p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+    floats = (*_GREEDY_FLOATS[:_REPETITION], repetition, p.presence_penalty, p.frequency_penalty)
     return floats, (0, request.row, request.num_output, 0, 0)
 
 

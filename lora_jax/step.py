@@ -74,7 +74,7 @@ def _prompt_logprobs(head: Callable, targets: jax.Array, k: int, *rows: jax.Arra
     pad = -t % block
     split = lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, block, *x.shape[1:])  # noqa: E731
     out = lax.map(lambda part: gather_logprobs(head(*part[1:]), part[0], k), tuple(map(split, (targets, *rows))))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:t], out)
+    return jax.tree.map(lambda x: x.reshape(t + pad, *x.shape[2:])[:t], out)
 
 
 def plain_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:

@@ -372,6 +372,8 @@ def test_an_interrupt_leaves_nothing_behind(llm, world, monkeypatch, after, lost
         patch.setattr(runtime, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params, loras, use_tqdm=False)
+    before = llm.stats()["generation_tokens"]
     for _ in range(2):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in outputs] == [world.greedy(p)[0] for p in prompts]
+    assert llm.stats()["generation_tokens"] - before == 2 * 4 * N, "requests of the interrupted call went on"

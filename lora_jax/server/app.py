@@ -87,8 +87,8 @@ def _add_state_routes(app: FastAPI, serving: Serving) -> None:
     @app.get("/stats")
     async def stats() -> Response:
         """The engine's counters and its dispatch table, one entry an executable."""
-        table = [{**row, "key": str(row["key"])} for row in serving.engine.step_table.report()]
-        return JSONResponse({**serving.engine.stats(), "step_table": table})
+        rows = await serving.in_thread(serving.engine.step_table.report)
+        return JSONResponse({**serving.engine.stats(), "step_table": [{**r, "key": str(r["key"])} for r in rows]})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -131,17 +131,20 @@ def _add_token_routes(app: FastAPI, serving: Serving) -> None:
         body = await read_body(request, TokenizeRequest)
         tok = tokenizer(body.model)
 
-        def work() -> list[int]:
+        def encode() -> list[int]:
             if body.messages is None:
                 return tok.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
             return chat_token_ids(
                 tok, body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
             )
 
-        ids = await serving.in_thread(work)
-        strings = [tok.decode([t], skip_special_tokens=False) for t in ids] if body.return_token_strs else None
-        limit = serving.engine.max_model_len
-        return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+        def work() -> Response:
+            ids = encode()
+            strings = [tok.decode([t], skip_special_tokens=False) for t in ids] if body.return_token_strs else None
+            limit = serving.engine.max_model_len
+            return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+        return await serving.in_thread(work)
 
     @app.post("/detokenize", openapi_extra=_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:

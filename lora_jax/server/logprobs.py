@@ -11,7 +11,7 @@ MIN_LOGPROB = -9999.0
 
 
 def _value(entry: Logprob) -> float:
-    return max(entry.logprob, MIN_LOGPROB)
+    return max(MIN_LOGPROB, entry.logprob)  # in this order NaN, which JSON lacks too, gives MIN_LOGPROB
 
 
 def _text(token: int, entry: Logprob | None) -> str:
