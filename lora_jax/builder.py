@@ -101,7 +101,7 @@ def _tokenizer(args: EngineArgs, source: _Source) -> Tokenizer | None:
     except ModelLoadError as e:
         if args.load_format == "dummy":
             return None
-        log.warning("no tokenizer: %s; only prompt_token_ids can be served", e)
+        log.warning("no tokenizer (%s): only prompt_token_ids can be served", str(e).splitlines()[0])
         return None
 
 

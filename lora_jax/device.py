@@ -38,7 +38,15 @@ def _nvidia_card() -> bool:
     return Path("/proc/driver/nvidia/gpus").is_dir() or shutil.which("nvidia-smi") is not None
 
 
+def _cpu_by_choice() -> bool:
+    """Whether the user told JAX itself to leave GPUs alone."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    return bool(platforms) and not {"cuda", "gpu", "rocm"} & set(platforms.split(","))
+
+
 def _pick(device: str) -> Any:
+    if device == "auto" and _cpu_by_choice():
+        device = "cpu"
     if device != "cpu":
         try:
             return jax.devices("gpu")[0]

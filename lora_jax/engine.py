@@ -49,11 +49,13 @@ class Engine:
         self.max_model_len = spec.builder.scheduler.max_model_len
         self._lora = spec.lora
         self._slots = SlotManager(spec.lora.config.max_loras, spec.lora.config.max_cpu_loras) if spec.lora else None
-        self._scheduler = Scheduler(spec.builder.scheduler, spec.builder.cache, self._slots)
+        self._scheduler = self._new_scheduler()
         self._lock = threading.RLock()
         self._outputs: dict[str, OutputState] = {}
         self._aborts: deque[Request] = deque()
-        self._loading = threading.Lock()  # of adapters that requests bring: the first one loads, others of the name wait
+        self._loading = (
+            threading.Lock()
+        )  # of adapters that requests bring: the first one loads, others of the name wait
         self._ids = itertools.count()
         self._counts = dict(steps=0, prompt_tokens=0, generation_tokens=0, slot_writes=0, failed_steps=0)
         self._failed_in_a_row = 0
@@ -64,6 +66,10 @@ class Engine:
                 raise AdapterError(f"lora_modules must hold NAME=PATH, got {item!r}")
             self.load_lora(name, path)
         self._compiled_at_start = compilations()
+
+    def _new_scheduler(self) -> Scheduler:
+        builder = self._runtime.spec.builder
+        return Scheduler(builder.scheduler, builder.cache, self._slots)
 
     # -- requests --
 
@@ -178,7 +184,7 @@ class Engine:
             raise
         except BaseException:  # an interrupt: the plan is not committed, and the pages may be lost
             with self._lock:
-                self._forget_device_state()
+                self._start_over()
             self._runtime.recover()
             raise
 
@@ -205,7 +211,7 @@ class Engine:
             request = self._aborts.popleft()
             state = self._outputs.get(request.request_id)
             if state is not None and state.request is request:
-                self._scheduler.finish(request, "abort")
+                self._scheduler.abort(request.request_id)
                 del self._outputs[request.request_id]
                 outputs.append(StepOutput(request.request_id, finish_reason="abort"))
         return outputs
@@ -254,6 +260,21 @@ class Engine:
             self._dead = again
             raise EngineDeadError(f"the device state could not be made anew: {again}") from again
         return outputs
+
+    def _start_over(self) -> None:
+        """After an interrupt, which may have come anywhere in the bookkeeping: a new scheduler for the same requests."""
+        old, self._scheduler = self._scheduler, self._new_scheduler()
+        self._scheduler.preemptions = old.preemptions
+        if self._slots is not None:
+            self._slots.forget_slots(even_held=True)
+        for request_id, state in list(self._outputs.items()):
+            request = state.request
+            del request.token_ids[len(request.prompt_token_ids) + state.given :]  # what no output tells of
+            request.pages, request.row, request.slot, request.num_computed = [], -1, -1, 0
+            if request.finish_reason is None and request.num_output < request.max_tokens:
+                self._scheduler.add(request)
+            else:
+                del self._outputs[request_id]
 
     def _forget_device_state(self) -> None:
         self._scheduler.reset_running()

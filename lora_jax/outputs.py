@@ -12,13 +12,14 @@ from .tokenizer import Tokenizer
 
 @dataclass
 class OutputState:
-    """What the engine remembers about one request beside the scheduler's fields."""
+    """What the engine remembers about one request beside the scheduler's fields. given: tokens that outputs told of."""
 
     request: Request
     tokenizer: Tokenizer | None
     detokenizer: IncrementalDetokenizer | None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs_sent: bool = False
+    given: int = 0
 
     @classmethod
     def of(cls, request: Request, tokenizer: Tokenizer | None) -> OutputState:
@@ -34,6 +35,7 @@ class OutputState:
     def advance(self, token: int, logprobs: Logprobs | None) -> StepOutput:
         """The output of one new token, which is the last of request.token_ids already; says whether it ends the request."""
         request, params = self.request, self.request.params
+        self.given += 1
         out = StepOutput(request.request_id, [token], logprobs=None if logprobs is None else [logprobs])
         if params.prompt_logprobs is not None and not self.prompt_logprobs_sent:
             self.prompt_logprobs_sent = True

@@ -41,6 +41,7 @@ def card(monkeypatch, tmp_path):
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)  # which the tests set
 
 
 @pytest.fixture
@@ -234,3 +235,11 @@ def test_a_second_start_is_served_from_the_cache(tmp_path):
     assert first["tokens"] == second["tokens"] == tiny.Oracle(base).greedy([5, 6, 7], 4)[0]
     assert first["hashes"] == second["hashes"] and len(first["hashes"]) > 5
     assert first["stats"]["compilations_after_warmup"] == second["stats"]["compilations_after_warmup"] == 0
+
+
+def test_jax_platforms_is_a_choice(card, monkeypatch):
+    """Whoever told JAX to use the CPU is not told to install a plugin; asked for a GPU by name, it is still an error."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert set_up_device("auto", "auto", 0.9).device.platform == "cpu"
+    with pytest.raises(ConfigError, match="cuda13"):
+        set_up_device("gpu", "auto", 0.9)

@@ -6,6 +6,7 @@ Prints what each answered, and which executables of the dispatch table ran how o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import sys
 import textwrap
@@ -142,10 +143,21 @@ def show(server: Server, adapters: list[str]) -> None:
     print("\n" + textwrap.fill(verdict(*phases.values()), width))
 
 
+def default_device() -> str:
+    """The CPU where JAX's CUDA plugin is not installed, also beside a card: `make demo` installs none."""
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    return "auto" if any(importlib.util.find_spec(name) for name in plugins) else "cpu"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line. Returns the exit status: 0, or 1 with the reason on stderr."""
     ap = argparse.ArgumentParser(prog="python -m lora_jax.demo", description=(__doc__ or "").splitlines()[0])
-    ap.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="where the server runs")
+    ap.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default=default_device(),
+        help="where the server runs (default here: %(default)s; a GPU needs an extra, cuda12 or cuda13)",
+    )
     ap.add_argument("--timeout", type=float, default=START_SECONDS, help="seconds the server may take to start")
     args = ap.parse_args(argv)
     started = time.monotonic()

@@ -125,7 +125,7 @@ _SUBCLASS: dict[type, type] = {nnx.Linear: LoRALinear, nnx.Embed: LoRAEmbed}
 
 
 def register_lora_class(kind: type, subclass: type) -> None:
-    """Say which subclass of `kind` applies adapters; its __call__ uses `lora_linear(..., **loralora_operands(self))`."""
+    """Say which subclass of `kind` applies adapters; its __call__ uses `lora_linear(..., **lora_operands(self))`."""
     assert issubclass(subclass, kind)
     _SUBCLASS[kind] = subclass
 

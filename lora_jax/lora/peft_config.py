@@ -7,12 +7,12 @@ is in none of them belongs to another version of PEFT: it is accepted while it i
 from __future__ import annotations
 
 import math
-import re
 import reprlib
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import AdapterError
+from .patterns import Pattern, Stopwatch, compile_all
 
 SUPPORTED = frozenset(
     "peft_type task_type r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules "
@@ -64,13 +64,13 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_pattern: tuple[tuple[re.Pattern[str], int], ...]
-    alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
-    target_modules: re.Pattern[str] | tuple[str, ...] | None
+    rank_pattern: tuple[tuple[Pattern, int], ...]
+    alpha_pattern: tuple[tuple[Pattern, float], ...]
+    target_modules: Pattern | frozenset[str] | None
     all_linear: bool
-    exclude_modules: re.Pattern[str] | tuple[str, ...] | None
+    exclude_modules: Pattern | frozenset[str] | None
     layers_to_transform: frozenset[int] | None
-    layers_pattern: tuple[re.Pattern[str], ...]
+    layers_pattern: tuple[Pattern, ...]
     ensure_weight_tying: bool
     velora: bool
 
@@ -94,7 +94,7 @@ class PeftConfig:
             return all_linear_holds
         if self.target_modules is None:
             return True
-        if isinstance(self.target_modules, re.Pattern) or module in self.target_modules:
+        if isinstance(self.target_modules, Pattern) or module in self.target_modules:
             return _named(self.target_modules, module)
         return _named(self.target_modules, module) and self._in_layers(module)
 
@@ -105,10 +105,11 @@ class PeftConfig:
         return match is not None and int(match["idx"]) in self.layers_to_transform
 
 
-def _named(spec: re.Pattern[str] | tuple[str, ...], module: str) -> bool:
-    if isinstance(spec, re.Pattern):
+def _named(spec: Pattern | frozenset[str], module: str) -> bool:
+    if isinstance(spec, Pattern):
         return spec.fullmatch(module) is not None
-    return module in spec or any(module.endswith(f".{s}") for s in spec)
+    parts = module.split(".")
+    return any(".".join(parts[i:]) in spec for i in range(len(parts)))
 
 
 def parse_config(data: dict[str, Any]) -> PeftConfig:
@@ -132,17 +133,18 @@ def parse_config(data: dict[str, Any]) -> PeftConfig:
             "layers_to_transform", data["layers_to_transform"], "PEFT knows it with a list of target_modules only"
         )
     all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
+    watch = Stopwatch()
     return PeftConfig(
         r=_rank("r", data.get("r", 8)),
         lora_alpha=_alpha("lora_alpha", data.get("lora_alpha", 8)),
         use_rslora=_flag(data, "use_rslora"),
-        rank_pattern=_patterns(data, "rank_pattern", _rank),
-        alpha_pattern=_patterns(data, "alpha_pattern", _alpha),
-        target_modules=None if all_linear else _module_spec("target_modules", targets),
+        rank_pattern=_patterns(data, "rank_pattern", _rank, watch),
+        alpha_pattern=_patterns(data, "alpha_pattern", _alpha, watch),
+        target_modules=None if all_linear else _module_spec("target_modules", targets, watch),
         all_linear=all_linear,
-        exclude_modules=_module_spec("exclude_modules", data.get("exclude_modules") or None),
+        exclude_modules=_module_spec("exclude_modules", data.get("exclude_modules") or None, watch),
         layers_to_transform=_layers(data.get("layers_to_transform")),
-        layers_pattern=_layers_patterns(data.get("layers_pattern")),
+        layers_pattern=_layers_patterns(data.get("layers_pattern"), watch),
         ensure_weight_tying=_flag(data, "ensure_weight_tying"),
         velora=bool(data.get("velora_config")),
     )
@@ -196,19 +198,13 @@ def _alpha(field: str, value: Any) -> float:
     return alpha
 
 
-def _regex(field: str, pattern: str, template: str = "{}") -> re.Pattern[str]:
-    try:
-        return re.compile(template.format(pattern))
-    except (re.error, RecursionError, OverflowError) as e:
-        raise AdapterError(f"adapter_config.json: {field} holds {pattern[:80]!r}, no regular expression: {e}") from None
-
-
-def _patterns(data: dict[str, Any], field: str, check: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
+def _patterns(data: dict[str, Any], field: str, check: Any, watch: Stopwatch) -> tuple[tuple[Pattern, Any], ...]:
     value = data.get(field) or {}
     if not isinstance(value, dict):
         raise AdapterError(f"adapter_config.json: {field} must map names to numbers, got {reprlib.repr(value)}")
     # PEFT's rule: the key is a regular expression for the whole name, or for its end after a dot
-    return tuple((_regex(field, k, r"(.*\.)?({})$"), check(f"{field}[{k!r}]", v)) for k, v in value.items())
+    patterns = compile_all(field, list(value), watch, r"(.*\.)?({})$")
+    return tuple((p, check(f"{field}[{k!r}]", v)) for p, (k, v) in zip(patterns, value.items(), strict=True))
 
 
 def _strings(field: str, value: Any) -> tuple[str, ...]:
@@ -219,10 +215,10 @@ def _strings(field: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _module_spec(field: str, value: Any) -> re.Pattern[str] | tuple[str, ...] | None:
+def _module_spec(field: str, value: Any, watch: Stopwatch) -> Pattern | frozenset[str] | None:
     if value is None:
         return None
-    return _regex(field, value) if isinstance(value, str) else _strings(field, value)
+    return compile_all(field, [value], watch)[0] if isinstance(value, str) else frozenset(_strings(field, value))
 
 
 def _layers(value: Any) -> frozenset[int] | None:
@@ -234,8 +230,8 @@ def _layers(value: Any) -> frozenset[int] | None:
     return frozenset(layers)
 
 
-def _layers_patterns(value: Any) -> tuple[re.Pattern[str], ...]:
-    if not value:
-        return (re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\."),)
-    names = (value,) if isinstance(value, str) else _strings("layers_pattern", value)
-    return tuple(_regex("layers_pattern", name, r"(?:^|.*?\.){}\.(?P<idx>\d+)\.") for name in names)
+def _layers_patterns(value: Any, watch: Stopwatch) -> tuple[Pattern, ...]:
+    names = (value,) if isinstance(value, str) else _strings("layers_pattern", value) if value else ()
+    if not names:
+        return compile_all("layers_pattern", [r".*?\.[^.]*\.(?P<idx>\d+)\."], watch)
+    return compile_all("layers_pattern", names, watch, r"(?:^|.*?\.){}\.(?P<idx>\d+)\.")

@@ -147,9 +147,12 @@ class SlotManager:
         with self._lock:
             return self._slots.get(adapter)
 
-    def forget_slots(self) -> None:
-        """Says that the slots' contents are lost (a failed write or step): all must be written again. None is held."""
+    def forget_slots(self, *, even_held: bool = False) -> None:
+        """Says that the slots' contents are lost (a failed write or step): all must be written again. None is held;
+        even_held: any holds end, without a release."""
         with self._lock:
+            if even_held:
+                self._holds.clear()
             assert not self._holds, f"slots are held by {[a.name for a in self._holds]}"
             self._slots.clear()
             self._free = list(range(self.max_loras))
