@@ -69,14 +69,14 @@ def check_dtype(op: str, name: str, dtype: Any) -> None:
 
 # The plain-JAX forms gather each row's own weights when that is little work, and otherwise loop over the slots in use.
 # In both, a row's bits depend on its own weights alone: not on other rows, and not on which slot holds the adapter.
-GATHER_ROWS = 64
+GATHER_ROWS = 2  # a gather reads every row's weights anew, the loop each slot's once
 GATHER_BYTES = 256 << 20
 
 
 def gathers(rows: int, weights: jax.Array) -> bool:
     """Whether the plain-JAX form gathers weights [L, S, ., .] for each row, rather than looping over slots."""
     slots, d0, d1 = weights.shape[1:]
-    return rows <= max(slots, GATHER_ROWS) and rows * d0 * d1 * weights.dtype.itemsize <= GATHER_BYTES
+    return rows <= GATHER_ROWS and rows * d0 * d1 * weights.dtype.itemsize <= GATHER_BYTES
 
 
 def gather_rows(weights: jax.Array, slot_ids: jax.Array, layer: jax.Array) -> jax.Array:

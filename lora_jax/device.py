@@ -109,11 +109,21 @@ def use_compilation_cache(folder: str | None) -> str | None:
     configured = getattr(jax.config, "jax_compilation_cache_dir", None)
     if configured:
         return configured
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = str(Path(folder) if folder else root / "lora_jax" / "xla")
+    path = folder or _default_cache()
+    if path is None:
+        log.warning("no compilation cache: there is no home folder; name one with compilation_cache_dir")
+        return None
     jax.config.update("jax_compilation_cache_dir", path)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return path
+
+
+def _default_cache() -> str | None:
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user id that nobody has, as in containers
+        return None
+    return str(root / "lora_jax" / "xla")
 
 
 def compiler_options(setup: DeviceSetup, command_buffers: bool, cache: str | None) -> dict[str, object]:
@@ -126,6 +136,10 @@ def compiler_options(setup: DeviceSetup, command_buffers: bool, cache: str | Non
         options["xla_gpu_graph_min_graph_size"] = 1
     if cache:
         autotune = Path(cache) / "autotune" / setup.device.device_kind.replace(" ", "_")
-        autotune.mkdir(parents=True, exist_ok=True)
+        try:
+            autotune.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            log.warning("autotuning results are not kept: %s cannot be made (%s)", autotune, e.strerror)
+            return options
         options["xla_gpu_per_fusion_autotune_cache_dir"] = str(autotune)
     return options

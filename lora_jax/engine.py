@@ -59,6 +59,7 @@ class Engine:
         self._ids = itertools.count()
         self._counts = dict(steps=0, prompt_tokens=0, generation_tokens=0, slot_writes=0, failed_steps=0)
         self._failed_in_a_row = 0
+        self._torn = False  # an interrupt came while a request was added
         self._dead: Exception | None = None
         for item in args.lora_modules:
             name, _, path = item.partition("=")
@@ -154,8 +155,13 @@ class Engine:
                 raise RequestError(
                     f"request {request.request_id!r} has ended: make a new one with make_request", param="request_id"
                 )
-            self._outputs[request.request_id] = OutputState.of(request, self.tokenizer)
-            self._scheduler.add(request)
+            try:
+                self._outputs[request.request_id] = OutputState.of(request, self.tokenizer)
+                self._scheduler.add(request)
+            except BaseException:  # an interrupt
+                self._outputs.pop(request.request_id, None)
+                self._torn = True
+                raise
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; an unknown or finished one is ignored."""
@@ -190,6 +196,8 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         with self._lock:
+            if self._torn:
+                self._start_over()
             outputs = self._take_aborts()
             plan = self._scheduler.plan()
         if plan is None:
@@ -263,6 +271,7 @@ class Engine:
 
     def _start_over(self) -> None:
         """After an interrupt, which may have come anywhere in the bookkeeping: a new scheduler for the same requests."""
+        self._torn = False
         old, self._scheduler = self._scheduler, self._new_scheduler()
         self._scheduler.preemptions = old.preemptions
         if self._slots is not None:

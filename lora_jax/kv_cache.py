@@ -26,8 +26,10 @@ def kv_shape(cache: CacheConfig, kv_heads: int, head_dim: int) -> tuple[int, ...
 
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, index: jax.Array) -> jax.Array:
     """kv with tokens' k, v [T, K, D] stored at index int32 [T] = page * page_size + offset."""
-    flat = kv.reshape(-1, *kv.shape[2:])
-    return flat.at[index].set(jnp.stack([k, v], 1), mode="promise_in_bounds").reshape(kv.shape)
+    pair = jnp.stack([k, v], 1)
+    if index.shape[0] == 1:  # XLA rewrites a scatter of one row into a form that copies the whole cache: write it twice
+        index, pair = jnp.repeat(index, 2), jnp.repeat(pair, 2, 0)
+    return kv.at[index // kv.shape[1], index % kv.shape[1]].set(pair, mode="promise_in_bounds")
 
 
 @dataclass(frozen=True)

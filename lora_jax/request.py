@@ -33,7 +33,7 @@ def _number(name: str, value: Any, low: float, high: float = math.inf, *, intege
     if not good or huge or not math.isfinite(value) or not low <= value <= high:
         what = "an integer" if integer else "a number"
         span = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f">= {low:g}"
-        given = f"an integer of {value.bit_length()} bits" if huge else repr(value)
+        given = "a huge integer" if huge else repr(value)
         raise RequestError(f"{name} must be {what} {span}, got {given}", param=name)
 
 

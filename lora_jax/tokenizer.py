@@ -65,7 +65,8 @@ class Tokenizer:
         Raises: RequestError for text with an unpaired surrogate.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of one text: `encode` would hold Python's lock, and with it every other thread, for seconds over a long one.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeError) as error:  # half a surrogate pair, which JSON can carry
             raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
 

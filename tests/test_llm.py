@@ -205,6 +205,19 @@ def test_adapters_come_and_go_without_a_compilation(llm, adapters):
     assert after["compilations_after_warmup"] == 0
 
 
+def test_no_step_copies_the_cache(llm):
+    """Pages are written in place in every step, whatever its bucket."""
+    import re
+
+    shape = ",".join(map(str, llm.engine._runtime._kv[0].shape))
+    flat = ",".join(map(str, (26 * 4, *llm.engine._runtime._kv[0].shape[2:])))
+    for key in llm.step_table.keys():
+        if key.phase in ("decode", "prefill"):
+            text = llm.step_table.compiled(key).as_text()
+            copies = re.findall(rf"= f32\[(?:{shape}|{flat})\]\S* copy\(", text)
+            assert not copies and f"f32[{shape}]" in text, (str(key), copies)
+
+
 def test_the_compilation_counter_counts(llm):
     import jax
 

@@ -18,7 +18,14 @@ from numpy.typing import DTypeLike
 
 from ..errors import AdapterError
 from .checks import BaseTensor, check_base_copy, check_pair, check_tying, missing_modules
-from .files import SafetensorsReader, TensorInfo, read_config_json, require_folder, resolve_adapter_path
+from .files import (
+    SafetensorsReader,
+    TensorInfo,
+    file_versions,
+    read_config_json,
+    require_folder,
+    resolve_adapter_path,
+)
 from .names import TargetSpec, TensorPair, map_tensors
 from .peft_config import PeftConfig, parse_config
 
@@ -169,6 +176,7 @@ def read_adapter(
     Raises: AdapterError naming the field or tensor that is broken, unsupported or does not fit this base.
     """
     with _named(f"adapter {name!r}", path) as folder:
+        versions = file_versions(folder)
         config = parse_config(read_config_json(folder))
         with SafetensorsReader(folder) as reader:
             files = map_tensors(reader.tensors, targets, velora=config.velora)
@@ -180,6 +188,8 @@ def read_adapter(
             casts: Counter[tuple[str, str]] = Counter()
             pairs = (files.pairs[module] for module in sorted(files.pairs))
             weights = [_read_module(pair, config, reader, np.dtype(dtype), casts) for pair in pairs]
+        if file_versions(folder) != versions:  # old weights under a new scale, say
+            raise AdapterError("its files changed while they were read: load it again once they are complete")
     report = LoadReport(
         name=name,
         path=os.fspath(path),

@@ -72,6 +72,19 @@ def require_folder(folder: Path) -> None:
         raise AdapterError(f"the path is not a folder: give the one that holds {CONFIG_NAME}")
 
 
+def file_versions(folder: Path) -> list[tuple[int, int, int] | None]:
+    """Tells whether an adapter's files are the same as at another time."""
+
+    def version(file: Path) -> tuple[int, int, int] | None:
+        try:
+            found = file.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    return [version(folder / name) for name in (CONFIG_NAME, WEIGHTS_NAME)]
+
+
 def _open_regular(file: Path, if_missing: Callable[[Path], str]) -> io.BufferedReader:
     """Opens a regular file; O_NONBLOCK keeps a named pipe from blocking the open for ever."""
     try:
