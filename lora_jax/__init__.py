@@ -6,6 +6,7 @@ The public names are imported on first use, so that `import lora_jax` costs noth
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from .step_keys import StepKey
 
 __version__ = "0.1.0"
+
+_here = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_here, "kernels")):
+    # A checkout that is not installed: `kernels` lies beside this folder there, and inside it once installed.
+    __path__.append(os.path.dirname(_here))
 
 __all__ = [
     "LLM",

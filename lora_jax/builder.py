@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from .config import CacheConfig, EngineArgs, LoRAConfig, SchedulerConfig
 from .device import DeviceSetup, compiler_options, free_memory, set_up_device, use_compilation_cache
-from .errors import ConfigError, ModelLoadError
+from .errors import AdapterError, ConfigError, ModelLoadError
 from .log import log
-from .lora.adapter import peek_rank
+from .lora.adapter import Adapter, peek_rank, read_adapter
 from .memory import MemoryPlan, Sizes, check_programs, plan_memory
 from .models.checkpoint import Checkpoint, dummy_params, load_params
 from .models.config import ModelConfig, load_config
@@ -35,13 +35,15 @@ DEFAULT_RANK = 16
 
 @dataclass(frozen=True)
 class Built:
-    """What `build` gives the engine. base_tensor: the checkpoint's own tensor by name (None with dummy weights)."""
+    """What `build` gives the engine. base_tensor: the checkpoint's own tensor by name (None with dummy weights).
+    adapters: those named at start."""
 
     runtime: Runtime
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
     memory: MemoryPlan
     base_tensor: Callable[[str], np.ndarray] | None
+    adapters: list[Adapter]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def build(args: EngineArgs) -> Built:
     lora_config = _lora_config(args)
     spec, plan = _plan(args, source, setup, dtype, lora_config)
     checkpoint = None if args.load_format == "dummy" else Checkpoint.open(source.folder)
+    base_tensor = _base_tensor(checkpoint)
+    adapters = [read_for(spec, base_tensor, *_name_and_path(item)) for item in args.lora_modules]
     params = _load(args, source.config, spec, checkpoint)
     table = _compile(args, spec, params)
     plan = check_programs(plan, table.temp_bytes())
@@ -71,12 +75,41 @@ def build(args: EngineArgs) -> Built:
     if setup.is_gpu:
         with _bar(args, "warming up", len(spec.keys)) as progress:
             runtime.warm_up(progress)
-    return Built(runtime, tokenizer, source.defaults, plan, _base_tensor(checkpoint))
+    return Built(runtime, tokenizer, source.defaults, plan, base_tensor, adapters)
+
+
+def read_for(spec: RuntimeSpec, base_tensor: Callable[[str], np.ndarray] | None, name: str, path: str) -> Adapter:
+    """An adapter for this engine's model, slots and dtype. Raises AdapterError."""
+    assert spec.lora is not None
+    return read_adapter(
+        path,
+        name,
+        spec.lora.targets,
+        max_rank=spec.lora.config.max_lora_rank,
+        tied_embeddings=spec.model.tie_word_embeddings,
+        dtype=spec.dtype,
+        base_tensor=base_tensor,
+    )
+
+
+def _name_and_path(item: str) -> tuple[str, str]:
+    name, _, path = item.partition("=")
+    if not name or not path:
+        raise AdapterError(f"lora_modules must hold NAME=PATH, got {item!r}")
+    return name, path
 
 
 def _find(args: EngineArgs) -> _Source:
     if args.load_format == "dummy" and args.model in SHAPES:
         return _Source(None, known_shape(args.model), GenerationDefaults())
+    if (
+        not os.path.exists(args.model)
+        and (args.load_format == "dummy" or args.model in SHAPES)
+        and "/" not in args.model
+    ):
+        if args.model in SHAPES:
+            raise ModelLoadError(f"{args.model!r} is a shape without weights: add load_format=dummy for random ones")
+        raise ModelLoadError(f"load_format=dummy: {args.model!r} is neither a folder nor one of {', '.join(SHAPES)}")
     folder = resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
     config, raw = load_config(folder)
     return _Source(folder, config, load_generation_defaults(folder, raw))
@@ -110,7 +143,7 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
         return None
     rank = args.max_lora_rank
     if rank == "auto":
-        paths = [item.partition("=")[2] for item in args.lora_modules]
+        paths = [_name_and_path(item)[1] for item in args.lora_modules]
         rank = max((peek_rank(p) for p in paths), default=DEFAULT_RANK)
     in_memory = max(args.max_cpu_loras or 4 * args.max_loras, len(args.lora_modules))
     return LoRAConfig(args.max_loras, rank, in_memory, args.lora_target_modules)

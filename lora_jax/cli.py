@@ -60,7 +60,9 @@ def serve(options: argparse.Namespace) -> int:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as exc:
-            raise LoraJaxError(f"the server needs the package {exc.name}: pip install 'lora-jax[serve]'") from None
+            raise LoraJaxError(
+                f"the server needs the package {exc.name}: install the extra 'serve', in a checkout pip install -e '.[serve]'"
+            ) from None
     from .server import launch
 
     return launch.serve(engine, server)

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from .builder import Built, build
+from .builder import Built, build, read_for
 from .config import EngineArgs
 from .dispatch import compilations
 from .errors import AdapterError, AdapterNotFoundError, EngineDeadError, LoraJaxError, RequestError
 from .log import log, show_log
-from .lora.adapter import Adapter, LoadReport, read_adapter
+from .lora.adapter import Adapter, LoadReport
 from .lora.slots import SlotManager
 from .outputs import OutputState, failed, not_finite
 from .request import LoRARequest, Prompt, Request, SamplingParams, StepOutput
@@ -47,7 +47,6 @@ class Engine:
         spec = built.runtime.spec
         self.model_config, self.dtype = spec.model, spec.dtype
         self.max_model_len = spec.builder.scheduler.max_model_len
-        self._lora = spec.lora
         self._slots = SlotManager(spec.lora.config.max_loras, spec.lora.config.max_cpu_loras) if spec.lora else None
         self._scheduler = self._new_scheduler()
         self._lock = threading.RLock()
@@ -61,11 +60,9 @@ class Engine:
         self._failed_in_a_row = 0
         self._torn = False  # an interrupt came while a request was added
         self._dead: Exception | None = None
-        for item in args.lora_modules:
-            name, _, path = item.partition("=")
-            if not name or not path:
-                raise AdapterError(f"lora_modules must hold NAME=PATH, got {item!r}")
-            self.load_lora(name, path)
+        for adapter in built.adapters:
+            assert self._slots is not None
+            self._slots.register(adapter)
         self._compiled_at_start = compilations()
 
     def _new_scheduler(self) -> Scheduler:
@@ -306,21 +303,11 @@ class Engine:
         return adapter.report
 
     def _read(self, name: str, path: str) -> Adapter:
-        assert self._lora is not None
         if not isinstance(name, str) or not name:
             raise AdapterError(f"an adapter's name must be a non-empty string, got {name!r}")
         if not isinstance(path, str | os.PathLike):
             raise AdapterError(f"the path of adapter {name!r} must be a string, got {path!r}")
-        model = self._runtime.spec.model
-        return read_adapter(
-            os.fspath(path),
-            name,
-            self._lora.targets,
-            max_rank=self._lora.config.max_lora_rank,
-            tied_embeddings=model.tie_word_embeddings,
-            dtype=self._runtime.spec.dtype,
-            base_tensor=self._built.base_tensor,
-        )
+        return read_for(self._runtime.spec, self._built.base_tensor, name, os.fspath(path))
 
     def unload_lora(self, name: str) -> None:
         """Forget an adapter; requests in flight finish with it. Raises AdapterNotFoundError."""

@@ -73,6 +73,8 @@ class LLM:
         Raises: RequestError, AdapterNotFoundError, AdapterError before anything runs; a request that fails on the device
         raises its error once all others are done.
         """
+        if not isinstance(prompts, str | dict | list | tuple):
+            raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r}", param="prompts")
         many: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else list(prompts)  # type: ignore[list-item]
         given = _one_each(sampling_params, SamplingParams, len(many), "sampling_params")
         params = [self.get_default_sampling_params() if p is None else p for p in given]
@@ -148,6 +150,8 @@ class LLM:
 def _one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:
     if value is None or isinstance(value, kind):
         return [value] * count
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{name} must be a {kind.__name__} or a list of them, got {value!r}", param=name)
     values = list(value)
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts", param=name)

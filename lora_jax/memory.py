@@ -81,6 +81,12 @@ def plan_memory(
         pages = num_pages
     length = wanted_len if max_model_len else max(1, min(model_positions, (pages - 1) * page_size))
     plan = MemoryPlan(sizes, limit, pages, page_size, length)
+    if room < 2:
+        slots = " fewer or smaller adapter slots (max_loras, max_lora_rank)," if sizes.lora_slots else ""
+        advice = (
+            f"this leaves no room for a KV cache: a smaller model, dtype=bfloat16,{slots} or a device with more memory"
+        )
+        raise CapacityError(_does_not_fit(plan, advice))
     if pages > room:
         advice = "lower num_pages" if num_pages else "lower max_model_len or max_num_seqs"
         raise CapacityError(_does_not_fit(plan, f"{advice}, max_loras, max_lora_rank or max_num_batched_tokens"))

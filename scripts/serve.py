@@ -4,8 +4,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from lora_jax.cli import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, installed or not
+
+try:
+    from lora_jax.cli import main
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: run this with the environment that holds the dependencies, such as .venv/bin/python")
 
 if __name__ == "__main__":
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -165,7 +165,7 @@ def test_errors_at_start(
 
 def test_missing_server_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "lora-jax[serve]" in error_of(capsys, 1, "serve", "m")
+    assert "'.[serve]'" in error_of(capsys, 1, "serve", "m")
 
 
 def test_bench_is_imported_when_asked_for(monkeypatch: pytest.MonkeyPatch, served: list[Any]) -> None:

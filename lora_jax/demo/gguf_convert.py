@@ -52,7 +52,9 @@ def open_gguf(path: Path) -> Gguf:
     try:
         from gguf import GGUFReader
     except ImportError as e:
-        raise ModelLoadError(f"reading {path.name} needs the gguf package: pip install 'lora-jax[demo]' ({e})") from e
+        raise ModelLoadError(
+            f"reading {path.name} needs the gguf package: install the extra 'demo', in a checkout pip install -e '.[demo]' ({e})"
+        ) from e
     try:
         reader = GGUFReader(str(path))
     except Exception as e:  # it has no error class of its own: ValueError, IndexError ...
