@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
 import sys
 import textwrap
@@ -178,7 +179,8 @@ def main(argv: list[str] | None = None) -> int:
         print("demo stopped", file=sys.stderr)
         return 130
     print(f"\nServer stopped; {time.monotonic() - started:.0f} s in all. To keep one running:")
-    print("  python scripts/serve.py --model demo")
+    python = os.path.relpath(sys.executable)
+    print(f"  {sys.executable if python.startswith('..') else python} scripts/serve.py --model demo")
     return 0
 
 
