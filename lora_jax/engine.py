@@ -52,9 +52,7 @@ class Engine:
         self._lock = threading.RLock()
         self._outputs: dict[str, OutputState] = {}
         self._aborts: deque[Request] = deque()
-        self._loading = (
-            threading.Lock()
-        )  # of adapters that requests bring: the first one loads, others of the name wait
+        self._loading = threading.Lock()  # of adapters that requests bring: the first one loads, others wait
         self._ids = itertools.count()
         self._counts = dict(steps=0, prompt_tokens=0, generation_tokens=0, slot_writes=0, failed_steps=0)
         self._failed_in_a_row = 0
