@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lora_jax import LLM
-from lora_jax.errors import CapacityError
+from lora_jax.errors import AdapterError, CapacityError
 from lora_jax.memory import GIB, MemoryPlan, Sizes, check_programs, plan_memory, round_pages
 from lora_jax.models.checkpoint import Checkpoint
 from tests.support import tiny
@@ -192,3 +192,26 @@ def test_sizes_are_those_of_the_real_arrays(base):
     assert size(held._state) == sizes.sampling_state
     assert llm.step_table.temp_bytes() == sizes.programs > 0
     assert llm.engine.max_model_len == 8 * 16  # the largest that nine pages hold
+
+
+def test_weights_that_leave_no_room_are_not_blamed_on_the_context():
+    sizes = Sizes(weights=10 << 30, lora_slots=0, sampling_state=0, programs=0, page=1 << 20)
+    with pytest.raises(CapacityError, match="no room for a KV cache: a smaller model") as refused:
+        plan_memory(
+            sizes,
+            limit=9 << 30,
+            page_size=16,
+            max_num_seqs=8,
+            model_positions=4096,
+            max_model_len=None,
+            num_pages=None,
+        )
+    assert "max_model_len=1" not in str(refused.value)
+
+
+def test_adapters_named_at_start_are_checked_before_anything_compiles(tmp_path, monkeypatch):
+    from lora_jax import builder
+
+    monkeypatch.setattr(builder, "build_table", lambda *args, **kwargs: pytest.fail("compiled first"))
+    with pytest.raises(AdapterError, match="nowhere"):
+        LLM("tiny", load_format="dummy", max_lora_rank=8, lora_modules=[f"a={tmp_path}/nowhere"], device="cpu")
