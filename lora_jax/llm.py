@@ -10,17 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from .cli_args import VLLM_ONLY
 from .config import EngineArgs
 from .engine import Engine
 from .errors import ConfigError, RequestError
 from .lora.adapter import LoadReport
 from .request import CompletionOutput, LoRARequest, Prompt, Request, RequestOutput, SamplingParams, StepOutput
-
-_ONLY_IN_VLLM = frozenset(
-    "quantization kv_cache_dtype enforce_eager swap_space cpu_offload_gb enable_prefix_caching enable_chunked_prefill "
-    "speculative_config pipeline_parallel_size trust_remote_code tokenizer_mode block_size max_seq_len_to_capture "
-    "fully_sharded_loras lora_dtype compilation_config disable_custom_all_reduce".split()
-)
 
 
 def engine_args(model: str, **options: Any) -> EngineArgs:
@@ -30,7 +25,7 @@ def engine_args(model: str, **options: Any) -> EngineArgs:
         if name in names:
             continue
         close = difflib.get_close_matches(name, names, 1)
-        if name in _ONLY_IN_VLLM:
+        if name.replace("_", "-") in VLLM_ONLY:
             raise ConfigError(f"{name} is an option of vLLM that lora_jax does not have: leave it out")
         raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
     for name in ("lora_modules", "lora_target_modules"):

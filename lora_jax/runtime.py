@@ -83,15 +83,13 @@ class Runtime:
             self._prompt_logprobs(plan, out[1], result)
         return result
 
-    def recover(self) -> bool:
-        """Make anew the state that a failed step lost. Returns whether the adapter slots were lost and are empty now."""
+    def recover(self) -> None:
+        """Make anew the state that a failed step lost; the caller has every adapter slot written again."""
         lost = lambda tree: any(x.is_deleted() for x in jax.tree.leaves(tree))  # noqa: E731
         self._kv, self._state = None, None  # free the old pages before new ones are made
         self._kv, self._state = self.table[StepKey("init", 1)]()
-        if self._stacks is None or not lost(self._stacks):
-            return False
-        self._stacks = self.table[StepKey("init_slots", 1, lora=True)]()
-        return True
+        if self._stacks is not None and lost(self._stacks):
+            self._stacks = self.table[StepKey("init_slots", 1, lora=True)]()
 
     def _call(self, key: StepKey, *args: Any) -> Any:
         return self.table[key](*args)

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
+import torch
 from adapter_folders import HIDDEN, INTER, LAYERS, VOCAB, base_targets
 
 from lora_jax.errors import AdapterError
 from lora_jax.lora import peft_config
 from lora_jax.lora.adapter import Adapter, folded_b, peek_rank, read_adapter
-
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
