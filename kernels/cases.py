@@ -133,3 +133,22 @@ ATTENTION_CASES = (
     AttentionCase("odd-head-window", 2, 4, 4, 24, 4, 30, window=8, dtype="float32"),
     AttentionCase("float16", 4, 8, 1, 80, 32, 5, dtype="float16"),
 )
+
+
+# ---- what is timed, beside any of the above ---------------------------------------------------------------------------
+def _timed_cases() -> tuple[Case, ...]:
+    linears = [linear for linear in MODELS["llama2-7b"] if not linear.name.endswith("lm_head")]
+    decode = [Case(linear, rows, 16, "distinct") for rows in (8, 64) for linear in linears]
+    mixes = [Case(LINEARS["llama2-7b.qkv"], 8, 16, mix) for mix in ("identical", "none")]
+    return (*decode, *mixes, Case(LINEARS["llama2-7b.qkv"], PREFILL_ROWS, 16, "distinct"))
+
+
+TIMED_CASES = _timed_cases()
+# The largest has 2.1 GB of keys and values: too much for the float64 form that ATTENTION_CASES are compared with.
+TIMED_ATTENTION = (
+    AttentionCase("llama2-7b-b8-c256", 8, 32, 32, 128, 16, 16),
+    AttentionCase("llama2-7b-b8-c2048", 8, 32, 32, 128, 16, 128),
+    AttentionCase("llama2-7b-b64-c2048", 64, 32, 32, 128, 16, 128),
+    AttentionCase("llama3-8b-b64-c2048", 64, 32, 8, 128, 16, 128),
+    AttentionCase("smollm2-135m-b8-c256", 8, 9, 3, 64, 16, 16),
+)

@@ -86,3 +86,72 @@ def expand_tiles(rows: int, slices: tuple[int, ...], rank: int, itemsize: int) -
         block_n = min(_clamp_power(2048 // block_r, 64, 256), widest)
         return ExpandTiles(1, block_n, block_r, _warps(block_r * block_n), num_stages=1)
     return ExpandTiles(block_t, min(128, widest), min(rank, 32), num_warps=4, num_stages=1)
+
+
+@dataclass(frozen=True)
+class MatmulTiles:
+    """block_n columns, block_k inputs a step, `parts` programs along K."""
+
+    block_n: int
+    block_k: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+MATMUL_PROGRAMS = 256  # wanted in a grid: two a multiprocessor of the largest cards
+SHORTEST_PART = 1024  # inputs a program: below, the partial sums cost more than more programs win
+
+
+def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulTiles:
+    """rows R (at most 64), inputs K and outputs N, multiples of 64. Measured on an H200 (docs/performance.md)."""
+    many = rows > 16
+    block_n, programs = (128, MATMUL_PROGRAMS // 2) if many and outputs % 128 == 0 else (64, MATMUL_PROGRAMS)
+    parts = 1
+    while (
+        outputs // block_n * parts < programs and inputs % (parts * 128) == 0 and inputs // (parts * 2) >= SHORTEST_PART
+    ):
+        parts *= 2
+    long_steps = not many and itemsize < 4 and inputs % (parts * 128) == 0
+    block_k = 128 if long_steps else 64 if itemsize < 4 else 32
+    stages = 3 if long_steps else 4 if many else 5
+    return MatmulTiles(block_n, block_k, parts, num_warps=4, num_stages=stages)
+
+
+def norm_warps(rows: int, size: int) -> int:
+    """Of a program that normalises one row: few rows leave room for many threads each."""
+    elements = 128 if rows <= 16 else 256 if rows <= 64 else 512  # a warp
+    return _clamp_power(size // elements, 1, 32)
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """step_tokens keys a step, `parts` programs along a row's context. vector: one query head a program, without tensor cores."""
+
+    step_tokens: int
+    parts: int
+    vector: bool
+    num_warps: int
+    num_stages: int
+
+
+ATTENTION_PROGRAMS = 256
+ATTENTION_PARTS = 16  # at most
+SHORT_CONTEXT = 512  # tokens: up to here latency counts, above bandwidth
+KEYS_AND_VALUES = 64 << 10  # bytes of one step in shared memory
+WHOLE_CONTEXT = 256  # tokens: up to here putting parts together costs more than they save
+
+
+def attention_tiles(rows: int, kv_heads: int, group: int, tokens: int, head_dim: int, itemsize: int) -> AttentionTiles:
+    """rows R, kv_heads K, group G query heads a KV head, tokens: the longest context that the block tables can hold."""
+    programs, parts = rows * kv_heads, 1
+    if group == 1 and tokens <= SHORT_CONTEXT:  # many programs: small ones, of which more are under way at a time
+        step, warps = (16, 1) if programs >= 2048 else (32, 2) if programs >= 512 else (64, 4)
+        vector, stages = True, 1
+    else:
+        step = min(64, KEYS_AND_VALUES // (2 * _ceil_power(head_dim) * itemsize))
+        warps, vector, stages = 4, False, 2
+    most = 1 if vector and tokens <= WHOLE_CONTEXT else ATTENTION_PARTS
+    while parts < most and programs * parts < ATTENTION_PROGRAMS and parts * step < tokens:
+        parts *= 2
+    return AttentionTiles(step, parts, vector, warps, stages)

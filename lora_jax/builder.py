@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from .compile_cache import one_warning, use_compilation_cache
 from .config import CacheConfig, EngineArgs, LoRAConfig, SchedulerConfig
-from .device import DeviceSetup, compiler_options, free_memory, set_up_device, use_compilation_cache
+from .device import DeviceSetup, compiler_options, free_memory, set_up_device
 from .errors import AdapterError, ConfigError, ModelLoadError
 from .log import log
 from .lora.adapter import Adapter, peek_rank, read_adapter
@@ -27,6 +28,7 @@ from .models.resolve import resolve_model
 from .models.shapes import SHAPES, known_shape
 from .runtime import Runtime
 from .spec import RuntimeSpec, build_table, fixed_bytes, make_spec
+from .step import Params
 from .tokenizer import Tokenizer
 
 CPU_KV_LIMIT = 4 << 30  # bytes of KV pages taken on CPU without being asked for
@@ -35,9 +37,11 @@ DEFAULT_RANK = 16
 
 @dataclass(frozen=True)
 class Built:
-    """What `build` gives the engine. base_tensor: the checkpoint's own tensor by name (None with dummy weights).
-    adapters: those named at start."""
+    """What `build` gives the engine. params: the base weights, in the order of the spec's paths.
+    base_tensor: the checkpoint's own tensor by name (None with dummy weights). adapters: those named at start."""
 
+    args: EngineArgs
+    params: Params
     runtime: Runtime
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
@@ -55,18 +59,29 @@ class _Source:
     defaults: GenerationDefaults
 
 
-def build(args: EngineArgs) -> Built:
-    """Raises: ConfigError, ModelLoadError, CapacityError, AdapterError."""
+def build(args: EngineArgs, weights: Built | None = None) -> Built:
+    """weights: what another engine of this process was built to; its base weights are used and none are loaded, so the memory
+    plan counts none. They must be the very weights that `args` describe.
+
+    Raises: ConfigError, ModelLoadError, CapacityError, AdapterError.
+    """
+    with one_warning():
+        return _build(args, weights)
+
+
+def _build(args: EngineArgs, weights: Built | None) -> Built:
     source = _find(args)
     setup = set_up_device(args.device, args.implementation, args.gpu_memory_utilization)
     dtype = _dtype(args, source.config, setup)
     tokenizer = _tokenizer(args, source)
     lora_config = _lora_config(args)
-    spec, plan = _plan(args, source, setup, dtype, lora_config)
+    if weights is not None:
+        _check_shared(args, source.config, dtype, setup, weights)
+    spec, plan = _plan(args, source, setup, dtype, lora_config, shared=weights is not None)
     checkpoint = None if args.load_format == "dummy" else Checkpoint.open(source.folder)
     base_tensor = _base_tensor(checkpoint)
     adapters = [read_for(spec, base_tensor, *_name_and_path(item)) for item in args.lora_modules]
-    params = _load(args, source.config, spec, checkpoint)
+    params = _load(args, source.config, spec, checkpoint) if weights is None else weights.params
     table = _compile(args, spec, params)
     plan = check_programs(plan, table.temp_bytes())
     log.info("memory plan:\n%s\nmax_model_len=%d", plan, plan.max_model_len)
@@ -75,7 +90,21 @@ def build(args: EngineArgs) -> Built:
     if setup.is_gpu:
         with _bar(args, "warming up", len(spec.keys)) as progress:
             runtime.warm_up(progress)
-    return Built(runtime, tokenizer, source.defaults, plan, base_tensor, adapters)
+    return Built(args, params, runtime, tokenizer, source.defaults, plan, base_tensor, adapters)
+
+
+def _check_shared(args: EngineArgs, config: ModelConfig, dtype: Any, setup: DeviceSetup, weights: Built) -> None:
+    """Raises ConfigError naming what differs between the weights wanted and those there."""
+    theirs, spec = weights.args, weights.runtime.spec
+    same = {name: (getattr(args, name), getattr(theirs, name)) for name in ("model", "revision", "load_format")}
+    if args.load_format == "dummy":
+        same["seed"] = (args.seed, theirs.seed)  # of random weights
+    same |= {"dtype": (str(dtype), str(jnp.dtype(spec.dtype))), "device": (setup.device, spec.setup.device)}
+    for name, (ours, other) in same.items():
+        if ours != other:
+            raise ConfigError(f"weights: {name}={ours!s} is not that of the engine to share them with, {other!s}")
+    if config != spec.model:
+        raise ConfigError(f"weights: the configuration of {args.model} has changed since the other engine loaded it")
 
 
 def read_for(spec: RuntimeSpec, base_tensor: Callable[[str], np.ndarray] | None, name: str, path: str) -> Adapter:
@@ -149,8 +178,10 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
     return LoRAConfig(args.max_loras, rank, in_memory, args.lora_target_modules)
 
 
-def _plan(args: EngineArgs, source: _Source, setup: DeviceSetup, dtype: Any, lora: LoRAConfig | None):
-    """(RuntimeSpec, MemoryPlan): sizes first, with a cache of one page, then the cache that fits."""
+def _plan(
+    args: EngineArgs, source: _Source, setup: DeviceSetup, dtype: Any, lora: LoRAConfig | None, *, shared: bool
+) -> tuple[RuntimeSpec, MemoryPlan]:
+    """Sizes first, with a cache of one page, then the cache that fits. shared: the weights are there already."""
     model = source.config
     seqs = args.max_num_seqs or (64 if setup.is_gpu else 8)
     budget = args.max_num_batched_tokens or (2048 if setup.is_gpu else 512)
@@ -161,7 +192,13 @@ def _plan(args: EngineArgs, source: _Source, setup: DeviceSetup, dtype: Any, lor
             model,
             dtype,
             setup,
-            SchedulerConfig(seqs, min(budget, max_model_len * seqs), max_model_len),
+            SchedulerConfig(
+                seqs,
+                min(budget, max_model_len * seqs),
+                max_model_len,
+                args.specialize_lora,
+                token_bucket_growth=2 if setup.is_gpu else 4,  # a GPU's programs compile sooner and save more
+            ),
             CacheConfig(args.page_size, num_pages),
             lora,
             max_logprobs=args.max_logprobs,
@@ -176,7 +213,7 @@ def _plan(args: EngineArgs, source: _Source, setup: DeviceSetup, dtype: Any, lor
     shapes = [jax.ShapeDtypeStruct(hf.shape, dtype) for hf in hf_plan(model).values()]
     weights, slots, state = fixed_bytes(draft, shapes)
     page = args.page_size * model.num_layers * 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
-    sizes = Sizes(weights, slots, state, _estimate_programs(draft), page)
+    sizes = Sizes(0 if shared else weights, slots, state, _estimate_programs(draft), page)
     plan = plan_memory(
         sizes,
         limit=free_memory(setup, args.gpu_memory_utilization),

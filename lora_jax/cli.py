@@ -47,7 +47,12 @@ def _run(argv: list[str]) -> int:
     if command == "bench":
         bench = importlib.import_module("lora_jax.bench.cli")
         bench.add_subcommands(bench_parser)
-        return bench.run(parser.parse_all(argv))
+        options = parser.parse_all(argv)
+        options.argv = tuple(argv)  # a result tells how it was made
+        if hasattr(options, "model_tag") and model_of(options) == DEMO:
+            assets = importlib.import_module("lora_jax.demo.assets").prepare()
+            options.model_tag, options.model = None, assets.model_path
+        return bench.run(options)
     add_options(serve_parser.add_argument_group("server"), ServerArgs)
     add_engine_arguments(serve_parser)
     return serve(parser.parse_all(argv))

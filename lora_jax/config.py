@@ -24,11 +24,15 @@ class SchedulerConfig:
     """max_num_seqs: rows of a batch. max_num_batched_tokens: prompt tokens of one prefill step (longer prompts are cut).
 
     max_model_len: prompt plus output of one request. max_prefill_seqs: requests that one prefill step may hold.
+    specialize_lora: whether steps without an active adapter run the plain program. False needs an engine with LoRA.
+    token_bucket_growth: of one prefill bucket to the next: a prompt is padded by less than this factor.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    specialize_lora: bool = True
+    token_bucket_growth: int = 4
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -41,7 +45,7 @@ class SchedulerConfig:
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        return _buckets(min(32, self.max_num_batched_tokens), self.max_num_batched_tokens, 4)
+        return _buckets(min(32, self.max_num_batched_tokens), self.max_num_batched_tokens, self.token_bucket_growth)
 
     @property
     def max_prefill_seqs(self) -> int:
@@ -112,6 +116,11 @@ class EngineArgs:
     max_cpu_loras: int | None = _opt(None, "adapters kept in host memory (default: 4 x max_loras)")
     lora_target_modules: tuple[str, ...] | None = _opt(None, "linears that get adapter slots (default: all)")
     lora_modules: tuple[str, ...] = _opt((), "adapters to load at start, name=path", metavar="NAME=PATH")
+    specialize_lora: bool = _opt(
+        True,
+        "run the program without LoRA where no adapter is active (vLLM: cudagraph_specialize_lora); off: every step is the "
+        "LoRA program, half as many programs",
+    )
     max_model_len: int | None = _opt(None, "prompt plus output tokens (default: the largest that fits)")
     max_num_seqs: int | None = _opt(None, "rows of a batch (default: 64 on a GPU, 8 on CPU)")
     max_num_batched_tokens: int | None = _opt(None, "prompt tokens of one step (default: 2048 on a GPU, 512 on CPU)")
@@ -154,6 +163,10 @@ class EngineArgs:
             raise ConfigError(f"max_logprobs must be in [0, 1000], got {self.max_logprobs}")
         if self.lora_modules and not self.enable_lora:
             object.__setattr__(self, "enable_lora", True)
+        if not self.specialize_lora and not self.enable_lora:
+            raise ConfigError(
+                "specialize_lora=False needs enable_lora: without adapters there is only the plain program"
+            )
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

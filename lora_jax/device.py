@@ -1,4 +1,4 @@
-"""Where the engine runs: the device, its mesh, which LoRA implementation it supports, how much memory there is."""
+"""Where the engine runs: the device, its mesh, which implementation of the kernels it supports, how much memory there is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lora_jax.kernels import MIN_COMPUTE_CAPABILITY
 
+from .compile_cache import autotune_folder
 from .errors import ConfigError
 from .log import log
 
@@ -27,7 +28,7 @@ class DeviceSetup:
     device: Any
     mesh: Mesh
     sharding: NamedSharding
-    implementation: str  # of the LoRA ops: "triton" or "xla"
+    implementation: str  # of all kernels: "triton" or "xla"
 
     @property
     def is_gpu(self) -> bool:
@@ -66,7 +67,7 @@ def _implementation(wanted: str, device: Any) -> str:
         if wanted == "triton":
             raise ConfigError("implementation=triton needs an NVIDIA GPU; on CPU use implementation=xla or auto")
         if wanted == "auto":
-            log.info("LoRA implementation: xla (no GPU)")
+            log.info("kernels: implementation=xla (no GPU)")
         return "xla"
     capability = tuple(int(part) for part in str(getattr(device, "compute_capability", "0.0")).split("."))
     if capability >= MIN_COMPUTE_CAPABILITY:
@@ -76,7 +77,7 @@ def _implementation(wanted: str, device: Any) -> str:
     if wanted == "triton":
         raise ConfigError(f"implementation=triton: {found}; use implementation=xla")
     if wanted == "auto":
-        log.warning("LoRA KERNELS ARE NOT USED: %s; falling back to implementation=xla, which is slower", found)
+        log.warning("THE KERNELS ARE NOT USED: %s; falling back to implementation=xla, which is slower", found)
     return "xla"
 
 
@@ -101,31 +102,6 @@ def free_memory(setup: DeviceSetup, utilization: float) -> int:
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * utilization)
 
 
-def use_compilation_cache(folder: str | None) -> str | None:
-    """Point JAX's persistent compilation cache at `folder` (None: the user's cache folder, "": no cache); a cache that the
-    process has configured already is left alone. Returns the folder in use."""
-    if folder == "":
-        return None
-    configured = getattr(jax.config, "jax_compilation_cache_dir", None)
-    if configured:
-        return configured
-    path = folder or _default_cache()
-    if path is None:
-        log.warning("no compilation cache: there is no home folder; name one with compilation_cache_dir")
-        return None
-    jax.config.update("jax_compilation_cache_dir", path)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    return path
-
-
-def _default_cache() -> str | None:
-    try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user id that nobody has, as in containers
-        return None
-    return str(root / "lora_jax" / "xla")
-
-
 def compiler_options(setup: DeviceSetup, command_buffers: bool, cache: str | None) -> dict[str, object]:
     """Per-executable XLA options of a step. Autotuning results are kept, so that the plain and the LoRA executable of a
     bucket, and two starts, use the same GEMM configurations."""
@@ -134,12 +110,6 @@ def compiler_options(setup: DeviceSetup, command_buffers: bool, cache: str | Non
     options: dict[str, object] = {"xla_gpu_enable_command_buffer": COMMAND_BUFFER_KINDS if command_buffers else ""}
     if command_buffers:
         options["xla_gpu_graph_min_graph_size"] = 1
-    if cache:
-        autotune = Path(cache) / "autotune" / setup.device.device_kind.replace(" ", "_")
-        try:
-            autotune.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            log.warning("autotuning results are not kept: %s cannot be made (%s)", autotune, e.strerror)
-            return options
-        options["xla_gpu_per_fusion_autotune_cache_dir"] = str(autotune)
+    if cache and (folder := autotune_folder(cache, setup.device.device_kind)):
+        options["xla_gpu_per_fusion_autotune_cache_dir"] = folder
     return options

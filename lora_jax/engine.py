@@ -7,21 +7,22 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 from .builder import Built, build, read_for
 from .config import EngineArgs
 from .dispatch import compilations
 from .errors import AdapterError, AdapterNotFoundError, EngineDeadError, LoraJaxError, RequestError
+from .inputs import check_params, prompt_ids
 from .log import log, show_log
 from .lora.adapter import Adapter, LoadReport
 from .lora.slots import SlotManager
 from .outputs import OutputState, failed, not_finite
+from .plan import StepPlan
 from .request import LoRARequest, Prompt, Request, SamplingParams, StepOutput
-from .runtime import StepResult
-from .sampling import banned_ids
-from .scheduler import Scheduler, StepPlan
+from .runtime import InFlight, StepResult
+from .sampling_inputs import banned_ids
+from .scheduler import Scheduler
 
 MAX_FAILED_STEPS = 3  # in a row; then the fault is not one request's
 
@@ -29,12 +30,13 @@ MAX_FAILED_STEPS = 3  # in a row; then the fault is not one request's
 class Engine:
     """Continuous batching over one model and its adapters.
 
+    weights: another engine of this process, for the same model, dtype and device, whose base weights this one uses too.
     Raises at start: ConfigError, ModelLoadError, CapacityError, AdapterError, each saying what to change.
     """
 
-    def __init__(self, args: EngineArgs):
+    def __init__(self, args: EngineArgs, *, weights: Engine | None = None):
         show_log()
-        built: Built = build(args)
+        built: Built = build(args, None if weights is None else weights._built)
         self.args = args
         self.model_name = args.model
         self.tokenizer = built.tokenizer
@@ -45,10 +47,11 @@ class Engine:
         self._runtime = built.runtime
         self.step_table = built.runtime.table
         spec = built.runtime.spec
-        self.model_config, self.dtype = spec.model, spec.dtype
+        self.model_config, self.dtype, self.device = spec.model, spec.dtype, spec.setup.device
         self.max_model_len = spec.builder.scheduler.max_model_len
         self._slots = SlotManager(spec.lora.config.max_loras, spec.lora.config.max_cpu_loras) if spec.lora else None
         self._scheduler = self._new_scheduler()
+        self._in_flight: InFlight | None = None  # dispatched and not read yet
         self._lock = threading.RLock()
         self._outputs: dict[str, OutputState] = {}
         self._aborts: deque[Request] = deque()
@@ -82,20 +85,9 @@ class Engine:
         """
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {request_id!r}", param="request_id")
-        ids = self._prompt_ids(prompt)
         vocab = self._runtime.spec.model.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self.max_logprobs:
-                raise RequestError(
-                    f"{name}={getattr(params, name)} exceeds max_logprobs={self.max_logprobs}", param=name
-                )
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
-        bad = [t for t in (params.stop_token_ids or ()) if not 0 <= t < vocab]
-        if bad:
-            raise RequestError(
-                f"stop_token_ids holds {bad[0]}, outside the vocabulary of {vocab}", param="stop_token_ids"
-            )
+        ids = prompt_ids(prompt, self.tokenizer, self.max_model_len, vocab)
+        check_params(params, self.tokenizer, self.max_logprobs, vocab)
         room = self.max_model_len - len(ids)
         adapter = self._adapter_for(lora_request)
         request = Request(
@@ -114,30 +106,6 @@ class Engine:
         if never is not None:
             raise RequestError(never, param="max_tokens")
         return request
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("this model has no tokenizer: send prompt_token_ids", param="prompt")
-            ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-            ids = _listed(prompt["prompt_token_ids"])
-        else:
-            raise RequestError(
-                f'a prompt is a string or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}', param="prompt"
-            )
-        if len(ids) >= self.max_model_len:  # before a look at each token
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no room for an answer",
-                param="prompt",
-            )
-        vocab = self._runtime.spec.model.vocab_size
-        for t in ids:
-            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab:
-                raise RequestError(f"prompt token {t!r} is not an integer in [0, {vocab})", param="prompt")
-        if not ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        return ids
 
     def add_request(self, request: Request) -> None:
         """Queue a request made by `make_request`. Raises EngineDeadError after the engine has died."""
@@ -172,7 +140,9 @@ class Engine:
     # -- the loop --
 
     def step(self) -> list[StepOutput]:
-        """Plan, run, commit: at most one device step. Returns what each request got, in no particular order.
+        """Plan and dispatch one step, then read the one dispatched by the call before and return what each request got in it,
+        in no particular order. So the device has the next step before anybody looks at the tokens of this one, and a first
+        call returns nothing. With nothing to plan it only reads.
 
         A step that raises fails its own requests; all others are computed again. Raises EngineDeadError when it keeps
         failing. After an interrupt every request is computed again.
@@ -183,7 +153,7 @@ class Engine:
             return self._step()
         except Exception:
             raise
-        except BaseException:  # an interrupt: the plan is not committed, and the pages may be lost
+        except BaseException:  # an interrupt: plans are not resolved, and the pages may be lost
             with self._lock:
                 self._start_over()
             self._runtime.recover()
@@ -195,61 +165,81 @@ class Engine:
                 self._start_over()
             outputs = self._take_aborts()
             plan = self._scheduler.plan()
-        if plan is None:
-            return outputs
-        try:
-            for slot, adapter in plan.slot_writes:
-                self._runtime.write_slot(slot, adapter)
-                self._counts["slot_writes"] += 1
-            result = self._runtime.run(plan)
-        except Exception as error:
+        older, younger, error = self._in_flight, None, None
+        if plan is not None:
+            try:
+                for slot, adapter in plan.slot_writes:
+                    self._runtime.write_slot(slot, adapter)
+                    self._counts["slot_writes"] += 1
+                younger = self._runtime.dispatch(plan)
+            except Exception as e:  # the older step may be whole: its tokens come first
+                error = e
+        if older is not None:
+            try:
+                result = self._runtime.read(older)
+            except Exception as e:  # the younger step, if there is one, started from what this one lost
+                return outputs + self._recover(older.plan, e)
+            self._failed_in_a_row = 0
+            with self._lock:
+                outputs += self._resolve(older.plan, result)
+        if error is not None:
+            assert plan is not None
             return outputs + self._recover(plan, error)
-        self._failed_in_a_row = 0
-        with self._lock:
-            return outputs + self._commit(plan, result)
+        self._in_flight = younger
+        return outputs
 
     def _take_aborts(self) -> list[StepOutput]:
         outputs = []
         while self._aborts:
             request = self._aborts.popleft()
-            state = self._outputs.get(request.request_id)
-            if state is not None and state.request is request:
+            if self._state_of(request) is not None:
                 self._scheduler.abort(request.request_id)
                 del self._outputs[request.request_id]
                 outputs.append(StepOutput(request.request_id, finish_reason="abort"))
         return outputs
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
+    def _state_of(self, request: Request) -> OutputState | None:
+        """None: it has ended, also when another one has its id now."""
+        state = self._outputs.get(request.request_id)
+        return state if state is not None and state.request is request else None
+
+    def _resolve(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         self._counts["steps"] += 1
         if plan.phase == "prefill":
             self._counts["prompt_tokens"] += sum(row.num_tokens for row in plan.rows)
-        for (request_id, position), logprobs in result.prompt_logprobs.items():
-            self._outputs[request_id].add_prompt_logprobs(position, logprobs)
-        outputs = []
-        for request in self._scheduler.commit(plan, result.tokens):
+        for request, position, logprobs in result.prompt_logprobs:
+            state = self._state_of(request)
+            if state is not None:
+                state.add_prompt_logprobs(position, logprobs)
+        outputs, tokens = [], 0
+        for request in self._scheduler.resolve(plan, result.tokens):
             token = request.token_ids[-1]
             if token < 0:
                 self._scheduler.finish(request, "abort")
                 del self._outputs[request.request_id]
                 outputs.append(failed(request.request_id, not_finite(request)))
                 continue
-            self._counts["generation_tokens"] += 1
+            tokens += 1
             out = self._outputs[request.request_id].advance(token, result.logprobs.get(request.request_id))
             if out.finish_reason is not None:
                 request.stop_reason = out.stop_reason
                 self._scheduler.finish(request, out.finish_reason)
                 del self._outputs[request.request_id]
             outputs.append(out)
+        self._counts["generation_tokens"] += tokens
         return outputs
 
     def _recover(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        log.exception("step %s failed; its requests fail, the others are computed again", plan.key)
+        log.error("step %s failed; its requests fail, the others are computed again", plan.key, exc_info=error)
+        self._in_flight = None
         self._counts["failed_steps"] += 1
         self._failed_in_a_row += 1
         with self._lock:
             self._forget_device_state()
             outputs = []
             for row in plan.rows:
+                if self._state_of(row.request) is None:
+                    continue
                 self._scheduler.finish(row.request, "abort")
                 del self._outputs[row.request.request_id]
                 cause = LoraJaxError(f"the step that computed this request failed: {type(error).__name__}: {error}")
@@ -266,7 +256,7 @@ class Engine:
 
     def _start_over(self) -> None:
         """After an interrupt, which may have come anywhere in the bookkeeping: a new scheduler for the same requests."""
-        self._torn = False
+        self._torn, self._in_flight = False, None
         old, self._scheduler = self._scheduler, self._new_scheduler()
         self._scheduler.preemptions = old.preemptions
         if self._slots is not None:
@@ -274,7 +264,7 @@ class Engine:
         for request_id, state in list(self._outputs.items()):
             request = state.request
             del request.token_ids[len(request.prompt_token_ids) + state.given :]  # what no output tells of
-            request.pages, request.row, request.slot, request.num_computed = [], -1, -1, 0
+            request.pages, request.row, request.slot, request.num_computed, request.pending = [], -1, -1, 0, 0
             if request.finish_reason is None and request.num_output < request.max_tokens:
                 self._scheduler.add(request)
             else:
@@ -376,9 +366,3 @@ class Engine:
             self._scheduler.check_integrity()
             if self._slots is not None:
                 self._slots.check_integrity()
-
-
-def _listed(token_ids: Any) -> list[int]:
-    if not isinstance(token_ids, Iterable):
-        raise RequestError(f"prompt_token_ids must be a list of integers, got {token_ids!r}", param="prompt")
-    return list(token_ids)

@@ -20,6 +20,12 @@ class OutputState:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs_sent: bool = False
     given: int = 0
+    ends: frozenset[int] = field(init=False)  # tokens that may end the request
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        eos = frozenset() if params.ignore_eos else self.request.eos_token_ids
+        self.ends = eos.union(params.stop_token_ids or ())
 
     @classmethod
     def of(cls, request: Request, tokenizer: Tokenizer | None) -> OutputState:
@@ -41,29 +47,25 @@ class OutputState:
             self.prompt_logprobs_sent = True
             n = len(request.prompt_token_ids)
             out.prompt_logprobs = [None, *(self.prompt_logprobs[i] for i in range(1, n))]
-        reason, why = self._token_stop(token)
+        num_output = request.num_output
+        may_stop = num_output > params.min_tokens or not params.min_tokens
+        reason: FinishReason | None = None
+        why: int | str | None = None
+        if token in self.ends and may_stop:
+            eos = token in request.eos_token_ids and not params.ignore_eos
+            reason, why = "stop", None if eos else token
+        elif num_output >= request.max_tokens:
+            reason = "length"
         hidden = reason == "stop" and not params.include_stop_str_in_output
         if self.detokenizer is not None:
-            may_stop = request.num_output >= params.min_tokens
             if not hidden:
-                out.text, match = self.detokenizer.append([token], check_stop=may_stop)
+                out.text, match = self.detokenizer.append([token], check_stop=num_output >= params.min_tokens)
                 if match is not None:
                     reason, why = "stop", match
             if reason is not None and not isinstance(why, str):
                 out.text += self.detokenizer.flush()
         out.finish_reason, out.stop_reason = reason, why
         return out
-
-    def _token_stop(self, token: int) -> tuple[FinishReason | None, int | str | None]:
-        request, params = self.request, self.request.params
-        if request.num_output > params.min_tokens or not params.min_tokens:
-            if token in request.eos_token_ids and not params.ignore_eos:
-                return "stop", None
-            if token in (params.stop_token_ids or ()):
-                return "stop", token
-        if request.num_output >= request.max_tokens:
-            return "length", None
-        return None, None
 
 
 def failed(request_id: str, error: Exception) -> StepOutput:

@@ -203,7 +203,8 @@ class StepOutput:
 class Request:
     """One sequence inside the engine. Owned by the engine thread after `Engine.add_request`.
 
-    token_ids holds prompt then output. num_computed counts the tokens whose keys and values lie in pages.
+    token_ids holds prompt then output. num_computed counts the tokens whose keys and values lie in pages, or will once the
+    steps in flight have run; pending counts the tokens that those steps choose.
     adapter is the loaded adapter itself, never its name: a reload under the same name leaves this request alone.
     """
 
@@ -219,6 +220,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
+    pending: int = 0
     slot: int = -1  # device slot of the adapter while scheduled, -1: base
     row: int = -1  # row of the per-sequence sampling state while scheduled
     max_tokens: int = 0  # params.max_tokens cut to what max_model_len leaves
@@ -232,6 +234,11 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Output tokens, pending ones too."""
+        return len(self.token_ids) - len(self.prompt_token_ids) + self.pending
 
     @property
     def output_token_ids(self) -> list[int]:

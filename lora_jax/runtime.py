@@ -13,32 +13,51 @@ import numpy as np
 from .dispatch import StepTable
 from .lora.adapter import Adapter
 from .lora.weights import slot_arrays
-from .request import Logprobs
-from .sampling import TokenLogprobs, batch_arrays, reset_arrays, sample_mode, to_logprobs
-from .scheduler import ScheduledRow, StepPlan
+from .plan import ScheduledRow, StepPlan
+from .request import Logprobs, Request
+from .sampling import TokenLogprobs, to_logprobs
+from .sampling_inputs import reset_arrays
 from .spec import RuntimeSpec
 from .step import Params
-from .step_keys import SAMPLE_MODES, StepKey
+from .step_keys import SAMPLE_MODES, SampleMode, StepKey
+
+
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """A step that was handed to the device. tokens: int32 [bucket], in the order of the plan's rows."""
+
+    plan: StepPlan
+    tokens: jax.Array
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 @dataclass
 class StepResult:
     """tokens: request id -> sampled token, -1 where the logits are not finite. logprobs: of those tokens, where asked for.
-    prompt_logprobs: (request id, position) -> of that prompt token."""
+    prompt_logprobs: (request, position, those of its prompt token there)."""
 
     tokens: dict[str, int]
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[tuple[str, int], Logprobs] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[Request, int, Logprobs]] = field(default_factory=list)
 
 
 class Runtime:
-    """Runs plans. Used by the engine's thread only. A step that raises may have lost donated state: see `recover`."""
+    """Runs plans. Used by the engine's thread only. A step that raises may have lost donated state: see `recover`.
+
+    `dispatch` does not wait for the device, and a step takes the tokens of the one before it on the device: steps run in the
+    order in which they were dispatched, whether or not anybody has read the earlier ones.
+    """
 
     def __init__(self, spec: RuntimeSpec, params: Params, table: StepTable, token_text: Callable[[int], str | None]):
         self.spec, self.table = spec, table
         self._params, self._text = params, token_text
-        self._stacks = table[StepKey("init_slots", 1, lora=True)]() if spec.lora else None
-        self._kv, self._state = table[StepKey("init", 1)]()
+        self._rows, self._settings = spec.builder.table(), spec.row_settings()
+        self._make_state()
+
+    def _make_state(self) -> None:
+        self._stacks = self.table[StepKey("init_slots", 1, lora=True)]() if self.spec.lora else None
+        self._kv, self._state, self._last_tokens = self.table[StepKey("init", 1)]()
 
     def warm_up(self, progress: Callable[[StepKey], None] = lambda key: None) -> None:
         """Run every step once on padding alone, through the live batch builder: on a GPU the first call of an executable
@@ -51,45 +70,54 @@ class Runtime:
                 if hidden:
                     self._prompt_logprobs_step(key, (), hidden[0])
             progress(key)
-        jax.block_until_ready((self._kv, self._state))
+        jax.block_until_ready((self._kv, self._state, self._last_tokens))
         self.table.reset_hits()
 
     def write_slot(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter's weights in a device slot, every module of it."""
+        """Put an adapter's weights in a device slot, every module of it. Steps dispatched before still see the old ones."""
         lora = self.spec.lora
         assert lora is not None
         rank = lora.config.padded_rank
         arrays = slot_arrays(adapter, lora.targets, lora.groups, rank, jnp.dtype(self.spec.dtype))
         self._stacks = self.table[StepKey("write_slot", 1, lora=True)](self._stacks, np.int32(slot), arrays)
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its tokens."""
-        for row in plan.rows:
-            if row.request.params.penalised and plan.phase == "prefill" and row.start == 0:
-                self._reset_row(row)
-        out = self._model_step(plan.key, plan.rows)
-        sampling = [row.request if row.samples else None for row in plan.rows]
-        mode = sample_mode(sampling)
-        tokens, logprobs = self._sample(out[0], sampling, mode)
-        result = StepResult({})
-        for i, request in enumerate(sampling):
-            if request is None:
-                continue
-            token = result.tokens[request.request_id] = int(tokens[i])
-            if token >= 0 and request.params.logprobs is not None and logprobs is not None:
-                entry = to_logprobs(logprobs, i, token, request.params.logprobs, self._text)
-                result.logprobs[request.request_id] = entry
-        if plan.phase == "prefill" and any(row.request.params.prompt_logprobs is not None for row in plan.rows):
-            self._prompt_logprobs(plan, out[1], result)
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Hand one step to the device, without waiting for it or for those before."""
+        if plan.phase == "prefill":
+            for row in plan.rows:
+                if row.start == 0:
+                    self._start_row(row.request)
+        logits, *hidden = self._model_step(plan.key, plan.rows)
+        tokens, logprobs = self._sample(logits, plan.rows)
+        prompt_logprobs = None
+        if hidden and any(row.request.params.prompt_logprobs is not None for row in plan.rows):
+            prompt_logprobs = self._prompt_logprobs_step(plan.key, plan.rows, hidden[0])
+        for array in jax.tree.leaves((tokens, logprobs, prompt_logprobs)):
+            array.copy_to_host_async()
+        return InFlight(plan, tokens, logprobs, prompt_logprobs)
+
+    def read(self, step: InFlight) -> StepResult:
+        """Wait for a step and fetch what it gave. Raises what the device raises."""
+        tokens = np.asarray(step.tokens).tolist()
+        rows = step.plan.rows
+        result = StepResult(
+            {row.request.request_id: token for row, token in zip(rows, tokens, strict=False) if row.samples}
+        )
+        if step.logprobs is not None:
+            logprobs = jax.device_get(step.logprobs)
+            for i, row in enumerate(rows):
+                k = row.request.params.logprobs
+                if row.samples and k is not None and tokens[i] >= 0:
+                    result.logprobs[row.request.request_id] = to_logprobs(logprobs, i, tokens[i], k, self._text)
+        if step.prompt_logprobs is not None:
+            self._read_prompt_logprobs(rows, jax.device_get(step.prompt_logprobs), result)
         return result
 
     def recover(self) -> None:
-        """Make anew the state that a failed step lost; the caller has every adapter slot written again."""
-        lost = lambda tree: any(x.is_deleted() for x in jax.tree.leaves(tree))  # noqa: E731
-        self._kv, self._state = None, None  # free the old pages before new ones are made
-        self._kv, self._state = self.table[StepKey("init", 1)]()
-        if self._stacks is not None and lost(self._stacks):
-            self._stacks = self.table[StepKey("init_slots", 1, lora=True)]()
+        """Make all device state but the parameters anew, after a step that failed or was interrupted; the caller computes
+        every request again and has every adapter slot written again."""
+        self._kv, self._state, self._last_tokens, self._stacks = None, None, None, None  # free the old before
+        self._make_state()
 
     def _call(self, key: StepKey, *args: Any) -> Any:
         return self.table[key](*args)
@@ -101,38 +129,50 @@ class Runtime:
         return (self._params, self._stacks), (self.spec.builder.slot_ids(rows, key.bucket),)
 
     def _model_step(self, key: StepKey, rows: Sequence[ScheduledRow]) -> tuple:
-        head, tail = self._lora_args(key, rows)
-        inputs = getattr(self.spec.builder, key.phase)(rows, key.bucket)
+        builder, (head, tail) = self.spec.builder, self._lora_args(key, rows)
+        if key.phase == "decode":
+            self._rows.update(rows)
+            inputs = (self._last_tokens, builder.decode(rows, key.bucket, self._rows))
+        else:
+            inputs = builder.prefill(rows, key.bucket)
         *out, self._kv = self._call(key, *head, self._kv, *inputs, *tail)
         return tuple(out)
 
-    def _sample(self, logits: jax.Array, requests: Sequence, mode: str) -> tuple[np.ndarray, TokenLogprobs | None]:
-        key = StepKey("sample", logits.shape[0], mode=mode)
-        if mode == "greedy":
-            return np.asarray(self._call(key, logits)), None
-        spec = self.spec
-        seqs, vocab = spec.builder.scheduler.max_num_seqs, spec.model.vocab_size
-        batch = batch_arrays(requests, key.bucket, max_num_seqs=seqs, vocab_size=vocab, engine_seed=spec.seed)
-        tokens, self._state, *logprobs = self._call(key, logits, self._state, batch)
-        return np.asarray(tokens), jax.device_get(logprobs[0]) if logprobs else None
+    def _sample(
+        self, logits: jax.Array, scheduled: Sequence[ScheduledRow], mode: SampleMode | None = None
+    ) -> tuple[jax.Array, TokenLogprobs | None]:
+        """mode: None takes the cheapest that serves the rows."""
+        bucket, builder = logits.shape[0], self.spec.builder
+        rows, index = builder.rows(scheduled, bucket), builder.indices(scheduled, bucket)
+        key = StepKey("sample", bucket, mode=mode or self._settings.mode(rows, index))
+        if key.mode == "greedy":
+            tokens, self._last_tokens = self._call(key, logits, self._last_tokens, rows)
+            return tokens, None
+        batch = self._settings.arrays(rows, index)
+        out = self._call(key, logits, self._last_tokens, rows, self._state, batch)
+        tokens, self._last_tokens, self._state, *logprobs = out
+        return tokens, logprobs[0] if logprobs else None
 
-    def _reset_row(self, row: ScheduledRow) -> None:
-        args = reset_arrays(row.request, self.spec.builder.scheduler.max_model_len, self.spec.model.vocab_size)
-        self._state = self._call(StepKey("sampling_state", 1), self._state, *args)
+    def _start_row(self, request: Request) -> None:
+        """A request starts on its row, for the first time or again."""
+        self._rows.start(request.row)
+        self._settings.put(request.row, request)
+        if request.params.penalised:
+            args = reset_arrays(request, self.spec.builder.scheduler.max_model_len, self.spec.model.vocab_size)
+            self._state = self._call(StepKey("sampling_state", 1), self._state, *args)
 
     def _prompt_logprobs_step(self, prefill: StepKey, rows: Sequence[ScheduledRow], hidden: jax.Array) -> TokenLogprobs:
         key = StepKey("prompt_logprobs", prefill.bucket, prefill.lora)
         head, tail = self._lora_args(key, rows)
         return self._call(key, *head, hidden, self.spec.builder.targets(rows, key.bucket), *tail)
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: jax.Array, result: StepResult) -> None:
-        logprobs = jax.device_get(self._prompt_logprobs_step(plan.key, plan.rows, hidden))
+    def _read_prompt_logprobs(self, rows: Sequence[ScheduledRow], logprobs: TokenLogprobs, result: StepResult) -> None:
         at = 0
-        for row in plan.rows:
+        for row in rows:
             request, k = row.request, row.request.params.prompt_logprobs
             last = min(row.start + row.num_tokens, len(request.prompt_token_ids) - 1)
             for position in range(row.start + 1, last + 1) if k is not None else ():
                 i = at + position - row.start - 1
-                entry = to_logprobs(logprobs, i, request.token_ids[position], k or 0, self._text)
-                result.prompt_logprobs[request.request_id, position] = entry
+                entry = to_logprobs(logprobs, i, request.prompt_token_ids[position], k or 0, self._text)
+                result.prompt_logprobs.append((request, position, entry))
             at += row.num_tokens

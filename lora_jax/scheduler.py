@@ -7,73 +7,32 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from .block_pool import BlockPool
 from .config import CacheConfig, SchedulerConfig
+from .plan import ScheduledRow, SchedulerStats, SlotSource, StepPlan
 from .request import FinishReason, Request
 from .step_keys import StepKey, bucket_for
-
-
-class SlotSource(Protocol):
-    """Device slots of adapters, as the scheduler needs them: held from `acquire` to the matching `release`."""
-
-    def acquire(self, adapter: Any, /) -> tuple[int, bool] | None:
-        """(slot, whether the weights must be written into it first), or None: running requests hold every slot."""
-        ...
-
-    def release(self, adapter: Any, /) -> None:
-        """Ends one `acquire`. The weights stay in the slot until somebody else needs it."""
-        ...
-
-
-@dataclass(frozen=True)
-class ScheduledRow:
-    """Tokens [start, start + num_tokens) of request.token_ids; samples: the last of them gives a new token."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step. slot_writes: (slot, adapter) pairs to be written on the device before it runs.
-
-    prefill: at most max_prefill_seqs rows and max_num_batched_tokens tokens; only the first row may have start > 0,
-    only the last may have samples False. decode: one token a row, all rows sample.
-    """
-
-    phase: Literal["prefill", "decode"]
-    rows: list[ScheduledRow]
-    key: StepKey
-    slot_writes: list[tuple[int, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    """Counts of requests, pages, and of preemptions since the start."""
-
-    running: int
-    waiting: int
-    free_pages: int
-    preemptions: int
 
 
 class Scheduler:
     """Decides step by step; the engine's loop is
 
-        plan = scheduler.plan()                       # None: nothing to do
+        plan = scheduler.plan()                       # None: nothing to do before the plan in flight is resolved
         tokens = run(plan)                            # {request_id: token} of the rows with samples=True
-        for request in scheduler.commit(plan, tokens):  # those that got a token, which is appended already
+        for request in scheduler.resolve(plan, tokens):  # those that got a token, which is appended already
             if done(request): scheduler.finish(request, reason)
 
-    Between `plan` and `commit` a request may be aborted or finished; `commit` then drops its row.
-    A step that raised is never committed: `reset_running()` and go on.
+    One plan may be made while an earlier one is unresolved. Making it counts its work as done: num_computed advances, and a
+    row that samples has one more pending token, whose number is known and whose value is not. Positions, pages, indices and
+    limits count pending tokens, so a request that has all it may get is not planned again.
+    A request may be aborted or finished while plans hold it; `resolve` then drops its rows. What it held may be given away
+    at once: the device runs steps in the order of their plans, so whatever a younger plan still writes for it comes before
+    what the next owner of its pages, row or slot writes, and the next owner reads nothing that it has not written.
+    A step that raised is never resolved: `reset_running()` and go on.
 
     Order. Requests are admitted as they came. A request enters when a row, the pages of all its tokens (plus one page
     for each running request, so that it isn't thrown out at once) and its adapter's slot are there. A request that
@@ -85,7 +44,7 @@ class Scheduler:
 
     Preemption. When pages run out, the running request that came last gives everything back, keeps its tokens, and
     waits in order of arrival; all its tokens are computed again later. So the oldest running request is never
-    preempted, and it advances at least in every second step.
+    preempted, and it advances at least in every second step. One with a pending token is not admitted before that is known.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, slots: SlotSource | None = None):
@@ -109,7 +68,7 @@ class Scheduler:
         self._passes = 0  # how many requests with adapters have passed it,
         self._draining: Any = None  # and the adapter that drains for it, if they were enough
         self._free_rows = list(range(config.max_num_seqs))  # a heap
-        self._in_flight: StepPlan | None = None
+        self._unresolved: deque[StepPlan] = deque()  # oldest first
         self._last_phase = "decode"
         self._blocked = False  # the last look at the queue admitted nobody, and nothing was released or added since
 
@@ -149,7 +108,7 @@ class Scheduler:
             del self._waiting[self._index(self._waiting, request)]
             self._blocked = False
         del self._requests[request.request_id], self._order[request]
-        request.finish_reason = reason
+        request.finish_reason, request.pending = reason, 0
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request with reason "abort". None: no such request, for instance because it has ended."""
@@ -159,8 +118,11 @@ class Scheduler:
         return request
 
     def reset_running(self) -> list[Request]:
-        """After a step that lost the device's cache: drops the plan in flight, queues all running requests again."""
-        self._in_flight = None
+        """After a step that lost the device's cache: drops all plans in flight, queues all running requests again."""
+        self._unresolved.clear()
+        self._blocked = False
+        for request in self._requests.values():
+            request.pending = 0
         requests = list(self._running)
         for request in requests:
             self._requeue(request)
@@ -179,51 +141,61 @@ class Scheduler:
     # -- one step --
 
     def plan(self) -> StepPlan | None:
-        """The next step, with rows, pages and slots assigned. None: no request is unfinished."""
-        assert self._in_flight is None, "plan() before the previous plan was committed or reset_running()"
+        """The next step, with rows, pages and slots assigned. None: nothing can run before the plan in flight is resolved, or
+        no request is unfinished."""
+        assert len(self._unresolved) < 2, "plan() with two plans in flight: resolve() the older one first"
         if not self._requests:
             return None
         if self._last_phase == "prefill":
             plan = self._plan_decode() or self._plan_prefill()
         else:
             plan = self._plan_prefill() or self._plan_decode()
-        assert plan is not None, f"no progress is possible: {self.stats()}, head {self._waiting[:1]}"
-        self._in_flight = plan
+        if plan is None:
+            assert self._unresolved, f"no progress is possible: {self.stats()}, head {self._waiting[:1]}"
+            return None
+        for request, _, num_tokens, samples, _ in plan.rows:
+            request.num_computed += num_tokens
+            request.pending += samples
+            if not samples:
+                self._partial = request
+            elif request is self._partial:
+                self._partial = None
+        self._unresolved.append(plan)
         self._last_phase = plan.phase
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
-        """Records that the plan's step ran: counts its tokens as computed and appends the sampled ones.
+    def resolve(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
+        """Appends the tokens of the oldest plan in flight.
 
         sampled: request id -> token, for every row with samples=True. Rows of requests that ended meanwhile are
         dropped, with or without a token. Returns the requests that got a token, in row order.
         """
-        assert plan is self._in_flight, "commit() of a plan that is not in flight"
-        self._in_flight = None
-        sampled_requests = []
-        for row in plan.rows:
-            request = row.request
-            if self._requests.get(request.request_id) is not request:
-                continue
-            assert request.num_computed == row.start, f"{request.request_id}: {request.num_computed} != {row.start}"
-            request.num_computed += row.num_tokens
-            if row.samples:
-                assert request.request_id in sampled, f"no sampled token for request {request.request_id!r}"
-                request.token_ids.append(sampled[request.request_id])
-                sampled_requests.append(request)
-                if request is self._partial:
-                    self._partial = None
-            else:
-                self._partial = request
-        return sampled_requests
+        assert self._unresolved and plan is self._unresolved[0], "resolve() of a plan that is not the oldest in flight"
+        got = [row.request for row in plan.rows if row.samples and self._is_open(row.request)]
+        for request in got:
+            assert request.request_id in sampled, f"no sampled token for request {request.request_id!r}"
+            request.token_ids.append(sampled[request.request_id])
+            request.pending -= 1
+            if request.row < 0:  # preempted meanwhile; now it may be admitted
+                self._blocked = False
+        self._unresolved.popleft()
+        return got
+
+    def _is_open(self, request: Request) -> bool:
+        """Whether it is this very request, and not another of the same id, that is scheduled."""
+        return self._requests.get(request.request_id) is request
 
     def _plan_decode(self) -> StepPlan | None:
         rows: list[ScheduledRow] = []
+        size, longest = self.cache.page_size, self.config.max_model_len
         for request in list(self._running):
             if request.row < 0 or request is self._partial:  # row < 0: preempted for an earlier one just now
                 continue
-            if self._grow(request, request.num_computed + 1, may_leave=True):
-                rows.append(ScheduledRow(request, request.num_computed, 1, samples=True))
+            start, index = request.num_computed, request.num_sampled
+            if request.pending and (index >= request.max_tokens or start + 1 >= longest):
+                continue  # it has all that it may get, once that is known
+            if start < len(request.pages) * size or self._grow(request, start + 1, may_leave=True):
+                rows.append(ScheduledRow(request, start, 1, True, index))
         if not rows:
             return None
         return StepPlan("decode", rows, self._key("decode", len(rows), rows))
@@ -255,7 +227,7 @@ class Scheduler:
         refused: set[int] = set()  # ids of adapters: a long queue asks once for each
         for request in list(self._waiting):
             full = not budget or len(rows) == self._max_prefill_seqs
-            if full or not self._has_room(request):
+            if full or request.pending or not self._has_room(request):
                 break
             adapter = request.adapter
             if adapter is not None:
@@ -353,12 +325,11 @@ class Scheduler:
     def _chunk(self, request: Request, budget: int) -> ScheduledRow:
         start, end = request.num_computed, len(request.token_ids)
         n = min(budget, end - start)
-        return ScheduledRow(request, start, n, samples=start + n == end)
+        return ScheduledRow(request, start, n, start + n == end, request.num_sampled)
 
     def _key(self, phase: Literal["prefill", "decode"], n: int, rows: list[ScheduledRow]) -> StepKey:
-        return StepKey(
-            phase, bucket_for(n, self._buckets[phase]), lora=any(row.request.adapter is not None for row in rows)
-        )
+        lora = not self.config.specialize_lora or any(row.request.adapter is not None for row in rows)
+        return StepKey(phase, bucket_for(n, self._buckets[phase]), lora)
 
     def _check_prefill(self, plan: StepPlan) -> None:
         """What the device program relies on: see StepPlan, and the room for page numbers that its bucket has."""
@@ -384,6 +355,9 @@ class Scheduler:
         for r in waiting:
             held = (r.pages, r.row, r.slot, r.num_computed)
             assert held == ([], -1, -1, 0), f"waiting request {r.request_id!r} holds {held}"
+        pending = Counter(row.request for plan in self._unresolved for row in plan.rows if row.samples)
+        wrong = {r.request_id: r.pending for r in self._requests.values() if r.pending != pending[r]}
+        assert not wrong, f"pending tokens that no plan in flight gives, or the other way round: {wrong}"
         slots: dict[int, Any] = {}
         for r in running:
             self._check_running(r)
@@ -391,10 +365,10 @@ class Scheduler:
         assert len({id(adapter) for adapter in slots.values()}) == len(slots), f"an adapter has two slots: {slots}"
 
     def _check_running(self, request: Request) -> None:
-        name, computed, total = request.request_id, request.num_computed, len(request.token_ids)
+        name, computed, total = request.request_id, request.num_computed, len(request.token_ids) + request.pending
         covered = len(request.pages) * self.cache.page_size
         assert computed <= min(total, covered), f"{name}: {computed} computed, {total} tokens, pages for {covered}"
         assert len(request.pages) <= self.max_pages_per_seq, f"{name}: {len(request.pages)} pages"
         assert (request.slot >= 0) == (request.adapter is not None), f"{name}: slot {request.slot}"
-        if self._in_flight is None and request is not self._partial:
+        if request is not self._partial:
             assert computed == total - 1, f"{name} decodes with {computed} of {total} tokens computed"

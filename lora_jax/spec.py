@@ -23,7 +23,16 @@ from .lora.sites import GroupShape, LoRASite, group_shapes, target_specs
 from .lora.weights import stack_avals, write_slot
 from .models.config import ModelConfig
 from .models.llama import abstract_model, lora_sites
-from .sampling import batch_arrays, init_state, reset_row, sample_full, sample_greedy, sample_logprobs, state_avals
+from .sampling import (
+    init_last_tokens,
+    init_state,
+    reset_row,
+    sample_full,
+    sample_greedy,
+    sample_logprobs,
+    state_avals,
+)
+from .sampling_inputs import RowSettings
 from .step import ModelDef, lora_steps, plain_steps
 from .step_keys import StepKey, step_keys
 
@@ -55,6 +64,10 @@ class RuntimeSpec:
     @property
     def keys(self) -> list[StepKey]:
         return step_keys(self.builder.scheduler, self.lora is not None)
+
+    def row_settings(self) -> RowSettings:
+        """For a runtime of its own."""
+        return RowSettings(self.builder.scheduler.max_num_seqs, self.model.vocab_size, self.seed)
 
 
 def make_spec(
@@ -111,7 +124,8 @@ def _init(spec: RuntimeSpec):
     builder, model = spec.builder, spec.model
     shape = kv_shape(builder.cache, model.num_kv_heads, model.head_dim)
     pages = tuple(jnp.zeros(shape, spec.dtype) for _ in range(model.num_layers))
-    return pages, init_state(builder.scheduler.max_num_seqs, model.vocab_size)
+    seqs = builder.scheduler.max_num_seqs
+    return pages, init_state(seqs, model.vocab_size), init_last_tokens(seqs)
 
 
 def _lora_stacks(spec: RuntimeSpec) -> dict:
@@ -138,8 +152,8 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
     builder, model = spec.builder, spec.model
     placed = functools.partial(_placed, spec)
     params = placed(params)
-    kv, state = placed(jax.eval_shape(functools.partial(_init, spec)))
-    vocab, seqs = model.vocab_size, builder.scheduler.max_num_seqs
+    kv, state, last_tokens = placed(jax.eval_shape(functools.partial(_init, spec)))
+    vocab, table, settings = model.vocab_size, builder.table(), spec.row_settings()
     plain = plain_steps(spec.definition, spec.max_logprobs, spec.setup.implementation)
     adapters = lora_steps(spec.lora.definition, spec.max_logprobs, spec.setup.implementation) if spec.lora else {}
     stacks: tuple[Any, ...] = (_lora_stacks(spec),) if spec.lora else ()
@@ -148,24 +162,29 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
     def model_entry(key: StepKey) -> Entry:
         fn = (adapters if key.lora else plain)[key.phase]
         head = (params, *(stacks if key.lora else ()))
+        args: tuple[Any, ...]
+        donate: tuple[int, ...]
         tail = (placed(builder.slot_ids((), key.bucket)),) if key.lora else ()
         if key.phase == "prompt_logprobs":
             args = (array((key.bucket, model.hidden_size), spec.dtype), placed(builder.targets((), key.bucket)))
-            donate: tuple[int, ...] = ()
+            donate = ()
+        elif key.phase == "decode":
+            args, donate = (kv, last_tokens, placed(builder.decode((), key.bucket, table))), (len(head),)
         else:
-            args = (kv, *placed(getattr(builder, key.phase)((), key.bucket)))
-            donate = (len(head),)
+            args, donate = (kv, *placed(builder.prefill((), key.bucket))), (len(head),)
         return Entry(fn, (*head, *args, *tail), donate, spec.compiler_options, wave=_wave(spec, key))
 
     def sample_entry(key: StepKey) -> Entry:
         logits = array((key.bucket, vocab), spec.dtype)
-        batch = placed(batch_arrays((), key.bucket, max_num_seqs=seqs, vocab_size=vocab, engine_seed=spec.seed))
+        rows = builder.rows((), key.bucket)
+        args = (logits, last_tokens, placed(rows))
         if key.mode == "greedy":
-            return Entry(sample_greedy, (logits,), (), spec.compiler_options)
+            return Entry(sample_greedy, args, (1,), spec.compiler_options)
+        args = (*args, state, placed(settings.arrays(rows, np.zeros_like(rows))))
         if key.mode == "full":
-            return Entry(sample_full, (logits, state, batch), (1,), spec.compiler_options)
+            return Entry(sample_full, args, (1, 3), spec.compiler_options)
         fn = functools.partial(sample_logprobs, max_logprobs=spec.max_logprobs)
-        return Entry(fn, (logits, state, batch), (1,), spec.compiler_options, wave=_wave(spec, key))
+        return Entry(fn, args, (1, 3), spec.compiler_options, wave=_wave(spec, key))
 
     def state_entry(key: StepKey) -> Entry:
         if key.phase == "sampling_state":

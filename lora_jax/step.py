@@ -55,15 +55,18 @@ class ModelDef:
         return nnx.merge(self.graphdef, nnx.from_flat_state(slots), nnx.from_flat_state(values), state)
 
 
-def _decode(model, kv: Pages, tokens: jax.Array, meta: jax.Array, implementation: str) -> tuple[jax.Array, Pages]:
-    inputs = DecodeInputs(positions=meta[:, 0], block_tables=meta[:, 1:])
-    hidden, kv = model.model(tokens, inputs.positions, kv, inputs.attend(implementation))
+def _decode(model, kv: Pages, last_tokens: jax.Array, meta: jax.Array, implementation: str) -> tuple[jax.Array, Pages]:
+    inputs = DecodeInputs(meta[:, 0], meta[:, 2:], implementation)
+    tokens = jnp.maximum(last_tokens[meta[:, 1]], 0)  # -1: a row that failed; nobody reads what it gives
+    hidden, kv = model.model(tokens, inputs.positions, kv, inputs)
     return model.lm_head(hidden), kv
 
 
-def _prefill(model, kv: Pages, tokens, meta, page_list, last) -> tuple[jax.Array, jax.Array, Pages]:
-    inputs = PrefillInputs(positions=meta[0], sequences=meta[1], index=meta[2], page_list=page_list)
-    hidden, kv = model.model(tokens, inputs.positions, kv, inputs.attend())
+def _prefill(
+    model, kv: Pages, tokens, meta, page_list, blocks, last, implementation: str
+) -> tuple[jax.Array, jax.Array, Pages]:
+    inputs = PrefillInputs(*meta, page_list=page_list, blocks=blocks, implementation=implementation)
+    hidden, kv = model.model(tokens, inputs.positions, kv, inputs)
     return model.lm_head(hidden[last]), hidden, kv
 
 
@@ -78,18 +81,19 @@ def _prompt_logprobs(head: Callable, targets: jax.Array, k: int, *rows: jax.Arra
 
 
 def plain_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:
-    """decode(params, kv, tokens [R], meta int32 [R, 1 + P]: position, block table) -> (logits [R, V], kv).
+    """decode(params, kv, last_tokens int32 [max_num_seqs + 1], meta int32 [R, 2 + P]: position, row of last_tokens, block
+    table) -> (logits [R, V], kv).
     prefill(params, kv, tokens [T], meta int32 [3, T]: position, sequence, cache index; page_list int32 [3, N];
-    last int32 [S]: rows whose logits are wanted) -> (logits [S, V], hidden [T, hidden], kv).
+    blocks int32 [4, B]; last int32 [S]: rows whose logits are wanted) -> (logits [S, V], hidden [T, hidden], kv).
     prompt_logprobs(params, hidden, targets int32 [T]) -> what `gather_logprobs` gives, for all T.
-    implementation: of decode attention, "triton" or "xla"; prefill attention is plain JAX.
+    implementation: of the step's kernels, "triton" or "xla".
     """
 
-    def decode_step(params, kv, tokens, meta):
-        return _decode(definition.plain(params), kv, tokens, meta, implementation)
+    def decode_step(params, kv, last_tokens, meta):
+        return _decode(definition.plain(params), kv, last_tokens, meta, implementation)
 
-    def prefill_step(params, kv, tokens, meta, page_list, last):
-        return _prefill(definition.plain(params), kv, tokens, meta, page_list, last)
+    def prefill_step(params, kv, tokens, meta, page_list, blocks, last):
+        return _prefill(definition.plain(params), kv, tokens, meta, page_list, blocks, last, implementation)
 
     def prompt_logprobs_step(params, hidden, targets):
         return _prompt_logprobs(definition.plain(params).lm_head, targets, max_logprobs, hidden)
@@ -100,13 +104,13 @@ def plain_steps(definition: ModelDef, max_logprobs: int, implementation: str) ->
 def lora_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:
     """As `plain_steps`, with `stacks` after params and `slot_ids` int32 (a row or token each) as last argument."""
 
-    def decode_lora_step(params, stacks, kv, tokens, meta, slot_ids):
+    def decode_lora_step(params, stacks, kv, last_tokens, meta, slot_ids):
         model = definition.with_adapters(params, stacks, slot_ids, slot_ids)
-        return _decode(model, kv, tokens, meta, implementation)
+        return _decode(model, kv, last_tokens, meta, implementation)
 
-    def prefill_lora_step(params, stacks, kv, tokens, meta, page_list, last, slot_ids):
+    def prefill_lora_step(params, stacks, kv, tokens, meta, page_list, blocks, last, slot_ids):
         model = definition.with_adapters(params, stacks, slot_ids, slot_ids[last])
-        return _prefill(model, kv, tokens, meta, page_list, last)
+        return _prefill(model, kv, tokens, meta, page_list, blocks, last, implementation)
 
     def prompt_logprobs_lora_step(params, stacks, hidden, targets, slot_ids):
         head = lambda rows, ids: definition.with_adapters(params, stacks, ids, ids).lm_head(rows)  # noqa: E731

@@ -32,9 +32,12 @@ class StepKey:
 
 
 def step_keys(scheduler: SchedulerConfig, enable_lora: bool) -> list[StepKey]:
-    """Every key that can occur. Order: the plain steps first, so that they compile first."""
+    """Every key that can occur. Order: the plain steps first, so that they compile first. Without specialize_lora there are
+    no plain model steps."""
+    assert enable_lora or scheduler.specialize_lora, "an engine without LoRA has the plain steps alone"
     keys: list[StepKey] = []
-    for lora in (False, True) if enable_lora else (False,):
+    variants = (True,) if not scheduler.specialize_lora else (False, True) if enable_lora else (False,)
+    for lora in variants:
         keys += [StepKey("decode", b, lora) for b in scheduler.row_buckets]
         keys += [StepKey("prefill", b, lora) for b in scheduler.token_buckets]
         keys += [StepKey("prompt_logprobs", b, lora) for b in scheduler.token_buckets]

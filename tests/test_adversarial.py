@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import lora_jax
-from lora_jax import LLM, LoRARequest, SamplingParams, device
+from lora_jax import LLM, LoRARequest, SamplingParams, compile_cache
 from lora_jax.errors import AdapterError, RequestError
 from lora_jax.lora import adapter as adapter_module
 from lora_jax.lora import patterns
@@ -27,7 +27,8 @@ from lora_jax.lora.peft_config import parse_config
 from lora_jax.models.config import load_config
 from lora_jax.models.llama import lora_targets
 from lora_jax.request import Logprob, Request
-from lora_jax.sampling import batch_arrays, init_state, sample_full
+from lora_jax.sampling import init_last_tokens, init_state, sample_full
+from lora_jax.sampling_inputs import RowSettings
 from lora_jax.server.logprobs import MIN_LOGPROB, prompt_logprobs
 from lora_jax.step import _prompt_logprobs
 from lora_jax.tokenizer import Tokenizer
@@ -245,12 +246,14 @@ def test_extreme_parameters_never_choose_a_banned_token(extreme):
     vocab, banned = 12, [0, 3, 4, 5, 6]
     params = SamplingParams(**extreme, min_tokens=5, stop_token_ids=banned, seed=-(2**63))
     request = Request("r", [1, 2, 3], params, max_tokens=16, row=0)
-    batch = batch_arrays([request], 2, max_num_seqs=2, vocab_size=vocab, engine_seed=0)
+    settings, rows = RowSettings(2, vocab, 0), np.array([0, 2], np.int32)
+    settings.put(0, request)
+    batch = settings.arrays(rows, np.zeros(2, np.int32))
     assert np.isfinite(batch["floats"]).all()
     state = init_state(2, vocab)
     state = state._replace(prompt_seen=state.prompt_seen.at[0, jnp.array([1, 2, 3])].set(True))
     logits = np.array([[9, 0, -1, 8, 0, 0, 7, -30, 3, 0, 1, 2]] * 2, np.float32)
-    assert int(sample_full(jnp.asarray(logits), state, batch)[0][0]) not in (*banned, -1)
+    assert int(sample_full(jnp.asarray(logits), init_last_tokens(2), rows, state, batch)[0][0]) not in (*banned, -1)
 
 
 def test_no_logprobs_at_all_can_be_configured():
@@ -291,11 +294,11 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):
     def nobody() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(device.Path, "home", nobody)
+    monkeypatch.setattr(compile_cache.Path, "home", nobody)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    before = device.jax.config.jax_compilation_cache_dir
-    device.jax.config.update("jax_compilation_cache_dir", None)
+    before = compile_cache.jax.config.jax_compilation_cache_dir
+    compile_cache.jax.config.update("jax_compilation_cache_dir", None)
     try:
-        assert device.use_compilation_cache(None) is None and "compilation_cache_dir" in caplog.text
+        assert compile_cache.use_compilation_cache(None) is None and "compilation_cache_dir" in caplog.text
     finally:
-        device.jax.config.update("jax_compilation_cache_dir", before)
+        compile_cache.jax.config.update("jax_compilation_cache_dir", before)

@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
-from lora_jax import sampling
+from lora_jax import sampling, sampling_inputs
 from lora_jax.errors import RequestError
 from lora_jax.request import Request, SamplingParams
+from tests.support.sampling import SEQS, V, arrays, request, rows_of, settings_of
 
-V, SEQS, K = 64, 8, 5
+K = 5
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 _full = jax.jit(sampling.sample_full)
 _logprobs = jax.jit(sampling.sample_logprobs, static_argnames="max_logprobs")
-_greedy = jax.jit(sampling.sample_greedy)
 _reset = jax.jit(sampling.reset_row)
 
 
-def request(row: int = 0, prompt: Any = (1, 2, 3), output: Any = (), eos=(), id: Any = "r", **params: Any) -> Request:
-    out = Request(id, list(prompt), SamplingParams(**params), eos_token_ids=frozenset(eos), row=row)
-    out.token_ids += output
-    return out
+def full(logits, requests, state=None, bucket: int = SEQS):
+    """(tokens, state) of a padded batch."""
+    vocab = logits.shape[1]
+    last, rows = sampling.init_last_tokens(SEQS), rows_of(requests, bucket)
+    state = state_of(requests, vocab) if state is None else state
+    tokens, _, state = _full(logits, last, rows, state, arrays(requests, bucket, vocab))
+    return tokens, state
 
 
-def arrays(requests, bucket: int, vocab: int = V, seed: int = 0):
-    return sampling.batch_arrays(requests, bucket, max_num_seqs=SEQS, vocab_size=vocab, engine_seed=seed)
+def greedy(logits) -> list[int]:
+    rows = np.full(len(logits), SEQS, np.int32)
+    return jax.jit(sampling.sample_greedy)(logits, sampling.init_last_tokens(SEQS), rows)[0].tolist()
 
 
 def state_of(requests, vocab: int = V) -> sampling.SamplingState:
     state = sampling.init_state(SEQS, vocab)
     for r in requests:
         if r is not None:
-            state = _reset(state, *sampling.reset_arrays(r, 32, vocab))
+            state = _reset(state, *sampling_inputs.reset_arrays(r, 32, vocab))
     return state
 
 
@@ -49,9 +51,7 @@ def pad(logits, bucket: int = SEQS):
 
 def run(requests, logits, bucket: int = SEQS) -> np.ndarray:
     """The tokens of requests with fresh state."""
-    vocab = logits.shape[1]
-    tokens, _ = _full(pad(logits, bucket), state_of(requests, vocab), arrays(requests, bucket, vocab))
-    return np.asarray(tokens)[: len(requests)]
+    return np.asarray(full(pad(logits, bucket), requests, bucket=bucket)[0])[: len(requests)]
 
 
 # ---- the independent implementation: one row, float64, sets of ids
@@ -90,14 +90,15 @@ def reference_probs(x: np.ndarray, r: Request) -> np.ndarray:
 def device_logits(x: np.ndarray, requests) -> np.ndarray:
     """What the device adds noise to: penalised, scaled and filtered logits."""
     vocab = x.shape[1]
-    out = _before_noise(pad(x.astype(np.float32)), state_of(requests, vocab), arrays(requests, SEQS, vocab))
+    state, rows = state_of(requests, vocab), rows_of(requests, SEQS)
+    out = _before_noise(pad(x.astype(np.float32)), rows, state, arrays(requests, SEQS, vocab))
     return np.asarray(out)[: len(x)]
 
 
 @jax.jit
-def _before_noise(x, state, batch):
+def _before_noise(x, rows, state, batch):
     floats, ints = batch["floats"], batch["ints"]
-    out = sampling._penalised(x, state, floats, ints)
+    out = sampling._penalised(x, rows, state, floats, ints)
     return sampling._filtered(out / jnp.where(floats[:, :1] > 0, floats[:, :1], 1), floats, ints)
 
 
@@ -188,11 +189,12 @@ def test_draws_follow_the_probabilities():
     for params in ({}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 6, "min_p": 0.01, "repetition_penalty": 1.5}):
         want = reference_probs(x[0], request(0, **params))
         rows = [request(0, seed=s, **params) for s in range(n)]
-        state, batch = state_of(rows[:1], 20), arrays(rows, n, 20)
-        by_seed = np.asarray(_full(x, state, batch)[0])
-        batch = arrays([request(0, seed=7, **params)] * n, n, 20)
-        batch["ints"][:, sampling._STEP] = np.arange(n)
-        by_step = np.asarray(_full(x, state, batch)[0])
+        state = state_of(rows[:1], 20)
+        by_seed = np.asarray(full(x, rows, state, n)[0])
+        settings, places, _ = settings_of([request(0, seed=7, **params)] * n, n, 20)
+        batch = settings.arrays(places, np.arange(n, dtype=np.int32))
+        last = sampling.init_last_tokens(SEQS)
+        by_step = np.asarray(_full(x, last, rows_of(rows, n), state, batch)[0])
         for draws in (by_seed, by_step):
             counts = np.bincount(draws, minlength=20)
             assert counts[want == 0].sum() == 0
@@ -245,22 +247,12 @@ def test_filtered_neighbours_do_not_change_a_rows_bits():
     assert plain[1].tobytes() != mixed[1].tobytes()
 
 
-def test_seeds_of_requests():
-    seed = sampling.request_seed
-    assert seed(request(seed=-1), 0) == 2**64 - 1
-    assert seed(request(seed=5), 0) == seed(request(seed=5, id="x"), 1) == 5
-    unseeded = {seed(request(id=i), e) for i in "ab" for e in (0, 1)}
-    assert len(unseeded) == 4 and seed(request(id="a"), 0) in unseeded
-    assert max(unseeded) >= 2**32  # both words are used
-
-
 def test_greedy_takes_the_lowest_of_equals_in_every_mode():
     logits = np.zeros((3, V), np.float32)
     logits[0, [40, 9]] = 2.0
     logits[2] = -1e30
     want = [9, 0, 0]
-    assert _greedy(logits).tolist() == want
-    assert _greedy(logits.astype(jnp.bfloat16)).tolist() == want
+    assert greedy(logits) == greedy(logits.astype(jnp.bfloat16)) == want
     assert run([request(i, temperature=0) for i in range(3)], logits).tolist() == want
     assert run([request(i, temperature=1e-6) for i in range(3)], logits).tolist() == want
 
@@ -273,11 +265,11 @@ def test_a_broken_row_fails_alone(bad):
     good = run(rows, logits)
     logits[1, 30] = logits[3, 50] = bad
     assert run(rows, logits).tolist() == [good[0], -1, good[2], -1]
-    assert _greedy(logits).tolist() == [logits[0].argmax(), -1, logits[2].argmax(), -1]
+    assert greedy(logits) == [logits[0].argmax(), -1, logits[2].argmax(), -1]
     state = state_of(rows)
-    after = _full(pad(logits), state, arrays(rows, SEQS))[1]
+    after = full(pad(logits), rows, state)[1]
     assert np.asarray(after.output_counts)[:4].sum(1).tolist() == [1, 0, 1, 0]
-    assert _greedy(np.full((1, V), -np.inf, np.float32)).tolist() == [-1]
+    assert greedy(np.full((1, V), -np.inf, np.float32)) == [-1]
 
 
 def test_min_tokens_holds_back_end_tokens():
@@ -290,8 +282,8 @@ def test_min_tokens_holds_back_end_tokens():
     sampled = [request(i, output=[1] * i, **{**params, "temperature": 1.0}) for i in range(3)]
     assert np.isneginf(device_logits(logits, sampled)[:, [7, 8]]).tolist() == [[True, True], [True, True], [False] * 2]
     with pytest.raises(RequestError, match="at most 16 end tokens, this request has 18"):
-        sampling.banned_ids(SamplingParams(min_tokens=1, stop_token_ids=list(range(17))), frozenset({99}))
-    assert sampling.banned_ids(SamplingParams(stop_token_ids=list(range(17))), frozenset()) == []
+        sampling_inputs.banned_ids(SamplingParams(min_tokens=1, stop_token_ids=list(range(17))), frozenset({99}))
+    assert sampling_inputs.banned_ids(SamplingParams(stop_token_ids=list(range(17))), frozenset()) == []
 
 
 def test_state_counts_what_was_sampled():
@@ -303,7 +295,7 @@ def test_state_counts_what_was_sampled():
     x = rng.normal(size=V).astype(np.float32)
     for _ in range(10):
         logits = np.stack([rng.normal(size=V).astype(np.float32), x, x])
-        tokens, state = _full(pad(logits), state, arrays([filler, r], SEQS))
+        tokens, state = full(pad(logits), [filler, r], state)
         assert tokens[1] == run([r], x[None])[0] == reference_logits(x, r).argmax()
         r.token_ids.append(int(tokens[1]))
         filler.token_ids.append(int(tokens[0]))
@@ -316,7 +308,7 @@ def test_state_counts_what_was_sampled():
 def test_reset_replaces_what_the_row_held_and_no_other():
     old = request(1, prompt=[4, 5], output=[6, 6, V - 1])
     state = state_of([old, request(2, prompt=[9], output=[8])])
-    state = _reset(state, *sampling.reset_arrays(request(1, prompt=[7, 7], output=[3, 3]), 32, V))
+    state = _reset(state, *sampling_inputs.reset_arrays(request(1, prompt=[7, 7], output=[3, 3]), 32, V))
     seen, counts = np.asarray(state.prompt_seen), np.asarray(state.output_counts)
     assert np.argwhere(seen).tolist() == [[1, 7], [2, 9]]
     assert [(int(i), int(j), int(counts[i, j])) for i, j in np.argwhere(counts)] == [(1, 3, 2), (2, 8, 1)]
@@ -332,9 +324,10 @@ def test_logprobs_are_those_of_the_raw_logits(dtype):
         request(2, temperature=0.0, presence_penalty=2.0, output=[int(jnp.argmax(logits[2]))]),
     ]
     batch, state = arrays(rows, SEQS), state_of(rows)
-    tokens, after, got = _logprobs(pad(logits), state, batch, max_logprobs=K)
-    plain, plain_after = _full(pad(logits), state, batch)
-    assert tokens.tolist() == plain.tolist()
+    args = (pad(logits), sampling.init_last_tokens(SEQS), rows_of(rows, SEQS), state, batch)
+    tokens, kept, after, got = _logprobs(*args, max_logprobs=K)
+    plain, plain_kept, plain_after = _full(*args)
+    assert tokens.tolist() == plain.tolist() and kept.tolist() == plain_kept.tolist()
     np.testing.assert_array_equal(after.output_counts, plain_after.output_counts)
     x = np.asarray(logits, np.float64)
     want = x - np.log(np.exp(x).sum(-1, keepdims=True))
@@ -364,21 +357,18 @@ def test_to_logprobs_puts_the_token_first_and_cuts_to_k():
     assert len(sampling.to_logprobs(arrays_, 0, 5, 3, str)) == 3
 
 
-def test_modes():
-    plain, sampled = request(temperature=0), request(temperature=0.5)
-    assert sampling.sample_mode([]) == sampling.sample_mode([None, plain]) == "greedy"
-    assert sampling.sample_mode([plain, None, sampled]) == "full"
-    assert sampling.sample_mode([request(temperature=0, presence_penalty=0.1)]) == "full"
-    assert sampling.sample_mode([request(temperature=0, min_tokens=2, output=[1])]) == "full"
-    assert sampling.sample_mode([request(temperature=0, min_tokens=2, output=[1, 1])]) == "greedy"
-    assert sampling.sample_mode([sampled, request(temperature=0, logprobs=0), plain]) == "logprobs"
-
-
-def test_warm_up_arrays_have_the_shapes_of_live_ones():
-    empty, live = arrays([], 4), arrays([request(0), None, request(2, seed=2**63 - 1, min_tokens=1, eos=(3,))], 4)
-    for name in empty:
-        assert (empty[name].shape, empty[name].dtype) == (live[name].shape, live[name].dtype)
-    assert set(empty["ints"][:, sampling._ROW]) == {SEQS}
-    avals = sampling.state_avals(SEQS, V)
-    live_avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sampling.init_state(SEQS, V))
-    assert jax.tree.map(lambda a, b: a == b, avals, live_avals) == (True, True)
+def test_tokens_stay_where_the_next_step_finds_them():
+    """In every mode: each at its row, also a broken one's -1; nowhere else; what nobody waits for in the last row."""
+    logits = np.zeros((4, V), np.float32)
+    logits[[0, 1, 3], [9, 8, 7]] = 5.0
+    logits[1, 3] = np.nan
+    before, rows = np.arange(100, 101 + SEQS, dtype=np.int32), np.array([6, 2, 0, SEQS], np.int32)
+    batch = arrays([request(temperature=0)] * 3, 4)
+    state = state_of([])
+    for fn, rest in ((sampling.sample_greedy, ()), (_full, (state, batch)), (_logprobs, (state, batch))):
+        options = {"max_logprobs": K} if fn is _logprobs else {}
+        tokens, after = fn(logits, jnp.asarray(before), rows, *rest, **options)[:2]
+        assert tokens.tolist() == [9, -1, 0, 7]
+        want = before.copy()
+        want[rows] = [9, -1, 0, 7]
+        assert after.tolist() == want.tolist()

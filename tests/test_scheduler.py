@@ -22,10 +22,9 @@ def simulation(
     model_len: int = 64,
     slots: int = 0,
     page_size: int = PAGE,
-    stop_rate: int = 0,
 ) -> Simulation:
     """pages: those that can be used, so without the trash page."""
-    return Simulation(SchedulerConfig(seqs, tokens, model_len), CacheConfig(page_size, pages + 1), slots, stop_rate)
+    return Simulation(SchedulerConfig(seqs, tokens, model_len), CacheConfig(page_size, pages + 1), slots)
 
 
 def shape(plan) -> list[tuple[str, int, int, bool]]:
@@ -335,7 +334,7 @@ def test_an_id_used_again_while_its_old_step_runs_gets_no_foreign_token():
     sim.scheduler.abort(old.request_id)
     new = Request(old.request_id, [1, 2], SamplingParams())
     sim.scheduler.add(new)
-    assert plan is not None and sim.scheduler.commit(plan, {old.request_id: 7}) == []
+    assert plan is not None and sim.scheduler.resolve(plan, {old.request_id: 7}) == []
     assert new.token_ids == [1, 2] and new.num_computed == 0
 
 
@@ -376,12 +375,14 @@ def test_misuse_is_a_broken_invariant():
         sim.scheduler.add(Request("x", [1] * 12, SamplingParams()))
     plan = sim.scheduler.plan()
     assert plan is not None
-    with pytest.raises(AssertionError, match="before the previous plan"):
+    younger = sim.scheduler.plan()
+    assert younger is not None
+    with pytest.raises(AssertionError, match="two plans in flight"):
         sim.scheduler.plan()
+    with pytest.raises(AssertionError, match="not the oldest"):
+        sim.scheduler.resolve(younger, {"r0": 1})
     with pytest.raises(AssertionError, match="r0"):
-        sim.scheduler.commit(plan, {})
-    with pytest.raises(AssertionError, match="not in flight"):
-        sim.scheduler.commit(plan, {"r0": 1})
+        sim.scheduler.resolve(plan, {})
     sim.scheduler.finish(request, "stop")
     with pytest.raises(AssertionError, match="not scheduled"):
         sim.scheduler.finish(request, "stop")

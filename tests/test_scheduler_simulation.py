@@ -1,4 +1,5 @@
-"""The scheduler against requests that run alone: whatever is batched, cut, preempted, aborted or lost, the tokens agree."""
+"""The scheduler against requests that run alone: whatever is batched, cut, preempted, aborted, lost or known late, the tokens
+agree."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_jax.config import CacheConfig, SchedulerConfig
-from tests.support.scheduler_sim import Simulation
+from tests.support.scheduler_sim import Rates, Simulation
 
 arrivals = st.lists(
     st.tuples(
@@ -20,12 +21,12 @@ arrivals = st.lists(
 )
 events = st.dictionaries(
     st.integers(0, 40),  # step
-    st.tuples(st.sampled_from(["abort", "abort in flight", "fail"]), st.integers(0, 13)),
+    st.tuples(st.sampled_from(["abort", "abort in flight", "dispatch", "read"]), st.integers(0, 13)),
     max_size=6,
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     arrivals=arrivals,
     events=events,
@@ -34,12 +35,16 @@ events = st.dictionaries(
     spare_pages=st.integers(0, 12),
     page_size=st.sampled_from([1, 2, 4, 8]),
     slots=st.integers(1, 3),
+    lags=st.one_of(st.just([True]), st.lists(st.booleans(), min_size=1, max_size=5)),
+    broken=st.sampled_from([0, 11]),
 )
-def test_every_request_gets_what_it_gets_alone(arrivals, events, seqs, tokens, spare_pages, page_size, slots):
+def test_every_request_gets_what_it_gets_alone(
+    arrivals, events, seqs, tokens, spare_pages, page_size, slots, lags, broken
+):
     model_len = 40
     longest = max(prompt + output for _, prompt, output, _ in arrivals)
     pages = 1 + -(-longest // page_size) + spare_pages
-    sim = Simulation(SchedulerConfig(seqs, tokens, model_len), CacheConfig(page_size, pages), slots, stop_rate=23)
+    sim = Simulation(SchedulerConfig(seqs, tokens, model_len), CacheConfig(page_size, pages), slots, Rates(23, broken))
     clock, due = 0, []
     for delay, *request in arrivals:
         clock += delay
@@ -52,7 +57,11 @@ def test_every_request_gets_what_it_gets_alone(arrivals, events, seqs, tokens, s
         if kind == "abort":
             sim.scheduler.abort(f"r{which}")
             sim.check()
-        sim.try_step(abort_in_flight=f"r{which}" if kind == "abort in flight" else None, fail=kind == "fail")
+        sim.try_step(
+            abort_in_flight=f"r{which}" if kind == "abort in flight" else None,
+            fail=kind if kind in ("dispatch", "read") else "",
+            lag=lags[step % len(lags)],
+        )
         step += 1
-    sim.run(sim.step_bound())
+    sim.run(sim.step_bound(), lag=lags[0])
     sim.check_results()

@@ -1,5 +1,5 @@
-"""The steps as an H200 would run them, compiled here without one: idle LoRA is the plain program, a decode step is one
-command buffer, and the number of kernels is written down so that a broken fusion is noticed."""
+"""The steps as an H200 would run them, compiled here without one: idle LoRA is the plain program, a step is one command
+buffer, and the number of kernels is written down so that a broken fusion is noticed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ import pytest
 from tests.support.gpu_program import run_compiler
 
 LAYERS = (2, 4)
-# Kernels of one decoder layer (attention, its products and norms), per variant; XLA's fusion decides most of them.
-KERNELS_A_LAYER = {"decode[8]": 12.5, "decode[8]+lora": 25.0}
-# An expand and a shrink for each of the four fused linears and the head, an expand for the embedding.
-DISTINCT_KERNELS = {"decode[8]": 0, "decode[8]+lora": 11}
+# Kernels of one decoder layer, per variant. Plain decode: norm, qkv, attention, o, norm, gate and up, silu * mul, down. Prefill
+# rotates and writes in one more. LoRA adds a shrink and an expand for each of the four products and what XLA no longer fuses.
+KERNELS_A_LAYER = {
+    "decode[8]": 8,
+    "decode[64]": 8,
+    "prefill[512]": 9,
+    "decode[8]+lora": 20,
+    "decode[64]+lora": 19,
+    "prefill[512]+lora": 17,
+}
+# An expand and a shrink for each of the four fused linears and the head, an expand for the embedding. In a prefill o and down,
+# of one width and one number of partial sums, share their expand.
+DISTINCT_KERNELS = {"decode[8]": 0, "decode[8]+lora": 11, "prefill[512]": 0, "prefill[512]+lora": 10}
+CACHE_BYTES = 4096 * 16 * 2 * 32 * 128 * 2  # pages of one layer in tests.support.step_programs
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +32,18 @@ def programs() -> dict:
 def test_idle_lora_runs_the_plain_program(programs):
     two = programs["2"]
     assert two["plain"]["decode[8]"]["hash"] == two["lora"]["decode[8]"]["hash"]
-    assert two["plain"]["prefill[512]"]["hash"] == two["lora_prefill"]["prefill[512]"]["hash"]
-    assert two["lora"]["decode[8]"]["hash"] != two["lora"]["decode[8]+lora"]["hash"]
+    assert two["plain"]["prefill[512]"]["hash"] == two["lora"]["prefill[512]"]["hash"]
+    for key in ("decode[8]", "prefill[512]"):
+        assert two["lora"][key]["hash"] != two["lora"][f"{key}+lora"]["hash"]
 
 
-def test_a_decode_step_is_one_command_buffer(programs):
+def test_a_step_is_one_command_buffer_that_holds_everything(programs):
+    """Decode and prefill, with and without adapters: nothing is launched beside the graph, and no loop is left."""
     for layers in programs.values():
-        for key, program in layers["lora"].items():
-            assert program["command_buffers"] == 1 and "kCommandBuffer" in program["first"], (key, program)
-            assert not program["other_thunks"], f"{key}: {program['other_thunks']} are outside of the graph"
+        assert set(layers["lora"]) == set(KERNELS_A_LAYER)
+        for key, program in [*layers["lora"].items(), *layers["plain"].items()]:
+            assert program["command_buffers"] == 1 and program["outermost"] == ["kCommandBuffer"], (key, program)
+            assert program["kernels"] >= 16 and not program["other_thunks"], (key, program)
 
 
 @pytest.mark.parametrize("key", KERNELS_A_LAYER)
@@ -43,6 +56,12 @@ def test_kernels_a_layer(programs, key):
 def test_distinct_kernels_do_not_grow_with_the_layers(programs, key):
     for n in LAYERS:
         assert programs[str(n)]["lora"][key]["distinct_lora_kernels"] == DISTINCT_KERNELS[key]
+
+
+def test_a_step_copies_no_pages(programs):
+    for layers in programs.values():
+        for key, program in layers["lora"].items():
+            assert program["temp_bytes"] < CACHE_BYTES // 8, (key, program)
 
 
 def test_a_step_copies_no_adapter_stack(programs):

@@ -356,11 +356,11 @@ def test_chat_that_cannot_be(llm, monkeypatch):
 @pytest.mark.parametrize("after", [1, 4])
 def test_an_interrupt_leaves_nothing_behind(llm, world, monkeypatch, after, lost):
     prompts = list(itertools.islice(world.prompts(), 4))
-    runtime, run, calls = llm.engine._runtime, llm.engine._runtime.run, itertools.count(1)
+    runtime, dispatch, calls = llm.engine._runtime, llm.engine._runtime.dispatch, itertools.count(1)
 
     def interrupted(plan):
         if next(calls) <= after:
-            return run(plan)
+            return dispatch(plan)
         if lost:  # as an interrupt inside the executable's call leaves them: donated, and the new ones not yet taken
             for page in runtime._kv:
                 page.delete()
@@ -369,7 +369,7 @@ def test_an_interrupt_leaves_nothing_behind(llm, world, monkeypatch, after, lost
     params = SamplingParams(max_tokens=N, **GREEDY)
     loras = [None, LoRARequest("a"), None, LoRARequest("b")]
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "run", interrupted)
+        patch.setattr(runtime, "dispatch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params, loras, use_tqdm=False)
     before = llm.stats()["generation_tokens"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +13,7 @@ from safetensors.numpy import save_file
 
 from ..models.config import ModelConfig
 from ..models.llama import lora_targets
+from ..request import LoRARequest
 from .traffic import decoder_linears
 
 
@@ -36,3 +39,12 @@ def write_random_adapter(folder: Path, config: ModelConfig, rank: int, seed: int
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
     return folder
+
+
+def load_random_adapters(engine: Any, count: int, rank: int) -> list[LoRARequest]:
+    """Makes and loads `count` adapters; their files are gone afterwards."""
+    names = [f"random-{i}" for i in range(count)]
+    with tempfile.TemporaryDirectory(prefix="lora-jax-bench-") as folder:
+        for seed, name in enumerate(names):
+            engine.load_lora(name, str(write_random_adapter(Path(folder, name), engine.model_config, rank, seed)))
+    return [LoRARequest(name) for name in names]

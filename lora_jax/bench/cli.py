@@ -1,26 +1,43 @@
-"""The command line of the benchmarks: `lora-jax bench BENCHMARK`."""
+"""The command line of the benchmarks: `lora-jax bench BENCHMARK`.
+
+A benchmark is a module of this folder, named in BENCHMARKS, which must not import jax when it is imported:
+    HELP, DESCRIPTION                 for --help
+    add_arguments(parser)             its options, those of the engine included if it makes one
+    run(options, show=print) -> dict  measures, shows lines for people, returns plain data for the JSON line
+    chart(result) -> list[Panel]      what --plot draws (see `plot`)
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from types import ModuleType
 
-from ..cli_args import add_engine_arguments
-from . import latency
+from ..errors import ConfigError
+from . import kernels, latency, overhead, plot, report, serve, throughput
+
+BENCHMARKS: dict[str, ModuleType] = {
+    "latency": latency,
+    "overhead": overhead,
+    "throughput": throughput,
+    "kernels": kernels,
+    "serve": serve,
+}
 
 
 def add_subcommands(parser: argparse.ArgumentParser) -> None:
     """Gives `parser` one subcommand a benchmark; the parsed namespace's `benchmark` names it."""
     subcommands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    command = subcommands.add_parser(
-        "latency",
-        help="one batch from prompt to last token",
-        description="Time one batch of equal prompts from start to last token, many times over, and compare with the "
-        "bytes that each decode step has to read.",
-    )
-    latency.add_arguments(command)
-    add_engine_arguments(command)
+    for name, module in BENCHMARKS.items():
+        command = subcommands.add_parser(name, help=module.HELP, description=module.DESCRIPTION)
+        module.add_arguments(command)
+        group = command.add_argument_group("output")
+        group.add_argument("--json", metavar="FILE", help="also write the closing JSON line to this file")
+        group.add_argument("--plot", metavar="FILE", help="draw the result: .png, .svg or .pdf (extra 'bench')")
+    command = subcommands.add_parser("plot", help="draw a result that --json kept, as --plot would have")
+    command.add_argument("result", metavar="RESULT.json")
+    command.add_argument("figure", metavar="FIGURE", help=".png, .svg or .pdf (extra 'bench')")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,9 +45,33 @@ def run(options: argparse.Namespace) -> int:
 
     Raises: LoraJaxError.
     """
-    result = {"latency": latency.run}[options.benchmark](options)
+    if options.benchmark == "plot":
+        return _plot(options.result, options.figure)
+    module = BENCHMARKS[options.benchmark]
+    for path in filter(None, (options.json, options.plot)):  # not after minutes of measuring
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: {Path(path).absolute().parent} is no folder")
+    if options.plot:
+        plot.check(options.plot)
+    result = {"benchmark": options.benchmark, **module.run(options), **report.describe(options)}
     line = json.dumps(result)
     if options.json:
         Path(options.json).write_text(line + "\n")
+    if options.plot:
+        plot.save(options.plot, module.chart(result), result)
     print(line)
+    return 0
+
+
+def _plot(kept: str, figure: str) -> int:
+    """Raises: ConfigError."""
+    plot.check(figure)
+    try:
+        result = json.loads(Path(kept).read_text())
+        module = BENCHMARKS[result["benchmark"]]
+    except OSError as e:
+        raise ConfigError(f"{kept} cannot be read: {e.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{kept} is no result of one of {', '.join(BENCHMARKS)}") from None
+    plot.save(figure, module.chart(result), result)
     return 0

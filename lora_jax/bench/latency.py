@@ -3,147 +3,79 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from ..cli_args import engine_args_from, model_of
+from ..cli_args import add_engine_arguments, model_of
 from ..config import EngineArgs
-from ..errors import ConfigError
-from ..request import LoRARequest, SamplingParams, TokensPrompt
+from .plot import Panel
+from .rounds import (
+    Round,
+    add_batch_arguments,
+    batch_engine_args,
+    count,
+    greedy,
+    positive,
+    random_prompts,
+    run_batch,
+    shared_out,
+)
 
+HELP = "one batch from prompt to last token"
+DESCRIPTION = (
+    "Time one batch of equal prompts from start to last token, many times over, and compare with the bytes that each decode "
+    "step has to read."
+)
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 
-@dataclass(frozen=True)
-class Round:
-    """Seconds of one batch: until its last token, and until its last row had a first token."""
-
-    latency: float
-    ttft: float
-
-
-def run_batch(
-    engine: Any,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    adapters: Sequence[LoRARequest | None],
-    clock: Callable[[], float] = time.perf_counter,
-) -> Round:
-    """Runs the prompts as one batch. adapters: one a prompt, None: base model. Raises what a request failed with."""
-    requests = [
-        engine.make_request(TokensPrompt(prompt_token_ids=p), params, a) for p, a in zip(prompts, adapters, strict=True)
-    ]
-    begin = clock()
-    for request in requests:
-        engine.add_request(request)
-    first: dict[str, float] = {}
-    while engine.has_unfinished():
-        outputs = engine.step()
-        now = clock()
-        for output in outputs:
-            if output.error is not None:
-                raise output.error
-            if output.token_ids:
-                first.setdefault(output.request_id, now)
-    end = clock()
-    assert len(first) == len(requests), f"{len(requests) - len(first)} requests of the batch gave no token"
-    return Round(latency=end - begin, ttft=max(first.values()) - begin)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this subcommand beside those of the engine, named as in `vllm bench latency`."""
+    """The options of this subcommand, named as in `vllm bench latency`, and those of the engine."""
     group = parser.add_argument_group("latency")
-    group.add_argument("--batch-size", type=_positive, default=8, help="prompts of the batch (default: %(default)s)")
-    group.add_argument("--input-len", type=_positive, default=32, help="tokens a prompt (default: %(default)s)")
-    group.add_argument("--output-len", type=_positive, default=128, help="tokens to generate (default: %(default)s)")
-    group.add_argument("--num-iters-warmup", type=_count, default=10, help="batches before (default: %(default)s)")
-    group.add_argument("--num-iters", type=_positive, default=30, help="measured batches (default: %(default)s)")
+    add_batch_arguments(group)
+    group.add_argument("--num-iters-warmup", type=count, default=10, help="batches before (default: %(default)s)")
+    group.add_argument("--num-iters", type=positive, default=30, help="measured batches (default: %(default)s)")
     group.add_argument(
         "--num-active-loras",
-        type=_count,
+        type=count,
         default=0,
         metavar="N",
         help="random adapters, shared out over the rows; implies --enable-lora (default: none, all rows are base rows)",
     )
-    group.add_argument("--lora-rank", type=_positive, default=16, metavar="R", help="their rank (default: %(default)s)")
-    group.add_argument("--json", metavar="PATH", help="also write the closing JSON line to this file")
+    add_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the benchmark, shows its table and returns its result. Raises: LoraJaxError."""
-    args = engine_arguments(options)
-    from ..llm import LLM  # only now: jax takes seconds to import, and wrong options should not wait for it
+    args = batch_engine_args(options, options.num_active_loras)
+    from ..engine import Engine  # only now: jax takes seconds to import, and wrong options should not wait for it
+    from .adapters import load_random_adapters
+    from .machine import read_bandwidth
 
-    llm = LLM(**{name: getattr(args, name) for name in EngineArgs.__dataclass_fields__})
-    engine: Any = llm.engine
-    adapters = load_random_adapters(engine, options.num_active_loras, options.lora_rank)
-    rows = [adapters[i % len(adapters)] if adapters else None for i in range(options.batch_size)]
-    prompts = np.random.default_rng(args.seed).integers(
-        0, engine.model_config.vocab_size, (options.batch_size, options.input_len)
-    )
-    params = SamplingParams(
-        temperature=0, max_tokens=options.output_len, ignore_eos=True, detokenize=engine.tokenizer is not None
-    )
-    rounds = [
-        run_batch(engine, prompts.tolist(), params, rows) for _ in range(options.num_iters_warmup + options.num_iters)
-    ][options.num_iters_warmup :]
-    result = summarize(rounds, options, engine)
+    engine = Engine(args)
+    rows = shared_out(load_random_adapters(engine, options.num_active_loras, options.lora_rank), options.batch_size)
+    prompts = random_prompts(options, engine.model_config.vocab_size, args.seed)
+    params = greedy(options.output_len, detokenize=engine.tokenizer is not None)
+    rounds = [run_batch(engine, prompts, params, rows) for _ in range(options.num_iters_warmup + options.num_iters)]
+    result = summarize(rounds[options.num_iters_warmup :], options, args, engine)
+    bandwidth = read_bandwidth(engine.device)
+    result["read_bandwidth"] = bandwidth.as_dict(result["achieved_bytes_per_second"])
     for line in table(result):
         show(line)
     return result
 
 
-def engine_arguments(options: argparse.Namespace) -> EngineArgs:
-    """The engine's options, with those that follow from the batch where they were not given. Raises: ConfigError."""
-    if options.num_active_loras > options.batch_size:
-        raise ConfigError(
-            f"--num-active-loras {options.num_active_loras} exceeds --batch-size {options.batch_size}: "
-            "each active adapter needs a row"
-        )
-    args = engine_args_from(options)
-    changes: dict[str, Any] = {}
-    if args.max_model_len is None:
-        changes["max_model_len"] = options.input_len + options.output_len
-    if args.max_num_seqs is None:
-        changes["max_num_seqs"] = options.batch_size
-    if options.num_active_loras:
-        changes["enable_lora"] = True
-        if options.num_active_loras > args.max_loras:
-            raise ConfigError(
-                f"--num-active-loras {options.num_active_loras} needs --max-loras as large, not {args.max_loras}"
-            )
-    if args.max_lora_rank == "auto":
-        changes["max_lora_rank"] = options.lora_rank
-    return dataclasses.replace(args, **changes)
-
-
-def load_random_adapters(engine: Any, count: int, rank: int) -> list[LoRARequest]:
-    """Makes and loads `count` adapters; their files are gone afterwards."""
-    from .adapters import write_random_adapter
-
-    names = [f"random-{i}" for i in range(count)]
-    with tempfile.TemporaryDirectory(prefix="lora-jax-bench-") as folder:
-        for seed, name in enumerate(names):
-            engine.load_lora(name, str(write_random_adapter(Path(folder, name), engine.model_config, rank, seed)))
-    return [LoRARequest(name) for name in names]
-
-
-def summarize(rounds: Sequence[Round], options: argparse.Namespace, engine: Any) -> dict[str, Any]:
-    """Everything that is printed, as plain data. Times in seconds unless the name says milliseconds."""
-    from .machine import describe
+def summarize(rounds: Sequence[Round], options: argparse.Namespace, args: EngineArgs, engine: Any) -> dict[str, Any]:
+    """What was measured, as plain data. Times in seconds unless the name says milliseconds."""
+    from .report import hardware
     from .traffic import decode_step_bytes
 
     latencies = np.array([r.latency for r in rounds])
-    ttft = float(np.mean([r.ttft for r in rounds]))
-    steps = options.output_len - 1
-    decode = float(np.mean([r.latency - r.ttft for r in rounds])) / steps if steps else None
+    decode = [seconds for r in rounds if (seconds := r.per_token(options.output_len)) is not None]
+    step = float(np.mean(decode)) if decode else None
     moved = decode_step_bytes(
         engine.model_config,
         np.dtype(engine.dtype).itemsize,
@@ -153,51 +85,60 @@ def summarize(rounds: Sequence[Round], options: argparse.Namespace, engine: Any)
         options.lora_rank,
     )
     return {
-        "benchmark": "latency",
         "model": model_of(options),
         **{k: getattr(options, k) for k in ("batch_size", "input_len", "output_len", "num_active_loras", "lora_rank")},
-        "enable_lora": bool(options.enable_lora or options.num_active_loras),
+        "enable_lora": args.enable_lora,
+        "specialize_lora": args.specialize_lora,
         "dtype": np.dtype(engine.dtype).name,
+        "num_pages": engine.memory_plan.num_pages,
         "avg_latency": float(latencies.mean()),
         "percentiles": {str(p): float(np.percentile(latencies, p)) for p in PERCENTAGES},
         "latencies": latencies.tolist(),
-        "ttft": ttft,
-        "ms_per_output_token": None if decode is None else decode * 1e3,
+        "ttfts": [r.ttft for r in rounds],
+        "ttft": float(np.mean([r.ttft for r in rounds])),
+        "ms_per_output_token": None if step is None else step * 1e3,
         "output_tokens_per_second": options.batch_size * options.output_len / float(latencies.mean()),
         "bytes_per_step": asdict(moved) | {"total": moved.total},
-        "achieved_gb_per_second": None if decode is None else moved.total / decode / 1e9,
+        "achieved_bytes_per_second": None if step is None else moved.total / step,
         "compilations_after_warmup": engine.stats()["compilations_after_warmup"],
-        **describe(),
+        "hardware": hardware(engine.device),
     }
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """The lines for people."""
-    lines = [f"Avg latency: {result['avg_latency']:.6f} seconds"]
-    lines += [f"{p}% percentile latency: {seconds:.6f} seconds" for p, seconds in result["percentiles"].items()]
-    lines.append(f"Time to first token: {result['ttft'] * 1e3:.2f} ms (all {result['batch_size']} rows)")
+    """The lines for people; the first ones are those of `vllm bench latency`."""
+    lines = [f"Avg latency: {result['avg_latency']} seconds"]
+    lines += [f"{p}% percentile latency: {seconds} seconds" for p, seconds in result["percentiles"].items()]
     if result["ms_per_output_token"] is not None:
         lines.append(f"Decode: {result['ms_per_output_token']:.3f} ms per output token")
+    lines.append(f"Time to first token: {result['ttft'] * 1e3:.2f} ms (all {result['batch_size']} rows)")
     lines.append(f"Output: {result['output_tokens_per_second']:,.1f} tokens/s")
+    if result["achieved_bytes_per_second"] is None:
+        return [*lines, "No decode step was measured: --output-len is 1"]
     parts = {name: size / 1e9 for name, size in result["bytes_per_step"].items()}
     lines.append(
         "Must move per decode step: {total:.4g} GB (weights {weights:.4g}, live KV {kv:.4g}, "
         "adapters {adapters:.4g})".format(**parts)
     )
-    if result["achieved_gb_per_second"] is not None:
-        lines.append(f"Achieved: {result['achieved_gb_per_second']:,.1f} GB/s")
+    achieved, measured = result["achieved_bytes_per_second"], result["read_bandwidth"]
+    lines.append(f"Achieved: {achieved / 1e9:,.1f} GB/s")
+    if measured["bytes_per_second"] is None:
+        return [*lines, f"This machine's read bandwidth was not measured: {measured['reason']}"]
+    lines.append(
+        f"That is {measured['share']:.1%} of this machine's read bandwidth, {measured['bytes_per_second'] / 1e9:,.1f} GB/s "
+        f"(best passes over {measured['buffer_bytes'] / 2**20:,.0f} MiB)"
+    )
     return lines
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be >= 0, got {value}")
-    return value
+def chart(result: dict[str, Any]) -> list[Panel]:
+    """Every batch, and the mean."""
+    series = {
+        "until the last token": [1e3 * s for s in result["latencies"]],
+        "until all rows had a first token": [1e3 * s for s in result["ttfts"]],
+    }
+    title = f"{result['num_active_loras']} active adapters, {result['dtype']}"
+    if result["ms_per_output_token"] is not None:
+        title += f": {result['ms_per_output_token']:.3f} ms per output token"
+    mean = ("mean", 1e3 * result["avg_latency"])
+    return [Panel(title, "time of a batch", "ms", series, label_name="batch", kind="lines", reference=mean)]

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lora_jax.kernels.add_norm import add_rms_norm
+from lora_jax.kernels.rope_cache import HeadNorms
+from lora_jax.kernels.skinny_matmul import fits, skinny_matmul
+
 from ..lora.apply import lora_linear, lora_operands, register_lora_class
 from .config import ModelConfig
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int | None], tuple[jax.Array, jax.Array]]
-"""attend(q [T, H, D], k [T, K, D], v [T, K, D], kv pages, window) -> (out [T, H, D], kv pages with k and v written)."""
+Rope = tuple[jax.Array, jax.Array]
+"""cos, sin: float32 [T, D / 2]."""
+
+
+class StepInputs(Protocol):
+    """What a phase gives to every layer: how its tokens attend, and the implementation ("triton" or "xla") of its kernels."""
+
+    @property
+    def implementation(self) -> str: ...
+
+    def attend(
+        self,
+        qkv: jax.Array,
+        rope: Rope,
+        kv: jax.Array,
+        *,
+        heads: int,
+        window: int | None,
+        norms: HeadNorms | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """qkv [T, (H + 2K) * D], or partial sums [S, ...] of it -> (heads' outputs [T, H * D], kv pages with the tokens)."""
+        ...
+
+
+def project(linear: nnx.Linear, x: jax.Array, implementation: str) -> jax.Array:
+    """linear(x) [T, out], or float32 partial sums [S, T, out] of it, for a kernel that sums what it reads: with few rows and
+    no adapter or bias, where the kernels are in use."""
+    kernel = linear.kernel[...]
+    plain = type(linear) is nnx.Linear and linear.bias is None
+    if implementation == "triton" and plain and fits(x.shape[0], *kernel.shape):
+        return skinny_matmul(x, kernel)
+    return linear(x)
 
 
 class RMSNorm(nnx.Module):
@@ -23,10 +56,9 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((dim,), dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
-        return self.scale[...] * x32.astype(x.dtype)
+    def add(self, x: jax.Array, y: jax.Array | None, implementation: str) -> tuple[jax.Array, jax.Array]:
+        """(x + y, its norm), both [T, dim]; y [T, dim], partial sums [S, T, dim] or None."""
+        return add_rms_norm(x, y, self.scale[...], eps=self.eps, implementation=implementation)
 
 
 class TiedHead(nnx.Module):
@@ -49,17 +81,10 @@ class LoRATiedHead(TiedHead):
 register_lora_class(TiedHead, LoRATiedHead)
 
 
-def rope_tables(positions: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """positions int32 [T], inv_freq float32 [D/2] -> cos, sin float32 [T, 1, D/2] (Su et al., RoFormer, 2021)."""
+def rope_tables(positions: jax.Array, inv_freq: jax.Array) -> Rope:
+    """positions int32 [T], inv_freq float32 [D/2] (Su et al., RoFormer, 2021)."""
     angles = positions[:, None].astype(jnp.float32) * inv_freq
-    return jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-
-
-def apply_rope(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x [T, heads, D], rotated as halves (Hugging Face layout)."""
-    cos, sin = rope
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 class Attention(nnx.Module):
@@ -76,14 +101,13 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(d, config.rms_norm_eps, dtype)
             self.k_norm = RMSNorm(d, config.rms_norm_eps, dtype)
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, attend: Attend):
-        t, d = x.shape[0], self.head_dim
-        cuts = (self.heads * d, (self.heads + self.kv_heads) * d)
-        q, k, v = (part.reshape(t, -1, d) for part in jnp.split(self.qkv_proj(x), cuts, axis=-1))
+    def __call__(self, x: jax.Array, rope: Rope, kv: jax.Array, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
+        norms = None
         if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        out, kv = attend(apply_rope(q, rope), apply_rope(k, rope), v, kv, self.window)
-        return self.o_proj(out.reshape(t, -1)), kv
+            norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
+        qkv = project(self.qkv_proj, x, inputs.implementation)
+        out, kv = inputs.attend(qkv, rope, kv, heads=self.heads, window=self.window, norms=norms)
+        return project(self.o_proj, out, inputs.implementation), kv
 
 
 class MLP(nnx.Module):
@@ -94,13 +118,13 @@ class MLP(nnx.Module):
         self.gate_up_proj = nnx.Linear(config.hidden_size, 2 * config.intermediate_size, **kw)
         self.down_proj = nnx.Linear(config.intermediate_size, config.hidden_size, **kw)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, implementation: str) -> jax.Array:
         gate, up = jnp.split(self.gate_up_proj(x), 2, -1)
-        return self.down_proj(nnx.silu(gate) * up)
+        return project(self.down_proj, nnx.silu(gate) * up, implementation)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP with residuals."""
+    """Pre-norm attention and MLP. A residual is added by the norm that follows it, in one kernel."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -108,7 +132,9 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, attend: Attend):
-        out, kv = self.self_attn(self.input_layernorm(x), rope, kv, attend)
-        x = x + out
-        return x + self.mlp(self.post_attention_layernorm(x)), kv
+    def __call__(self, x: jax.Array, y: jax.Array | None, rope: Rope, kv: jax.Array, inputs: StepInputs):
+        """x [T, hidden] and y, what is still to be added to it; returns both anew, and kv."""
+        x, normed = self.input_layernorm.add(x, y, inputs.implementation)
+        y, kv = self.self_attn(normed, rope, kv, inputs)
+        x, normed = self.post_attention_layernorm.add(x, y, inputs.implementation)
+        return x, self.mlp(normed, inputs.implementation), kv

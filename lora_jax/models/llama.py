@@ -13,7 +13,7 @@ from ..lora.adapter import TargetSpec
 from ..lora.sites import LoRASite, target_specs
 from .checkpoint import HFSource
 from .config import ModelConfig
-from .layers import Attend, DecoderLayer, RMSNorm, TiedHead, rope_tables
+from .layers import DecoderLayer, RMSNorm, StepInputs, TiedHead, rope_tables
 from .rope import inv_freq
 
 Path = tuple[str | int, ...]  # of a parameter or module in the tree
@@ -28,15 +28,15 @@ class LlamaModel(nnx.Module):
         self.layers = nnx.List([DecoderLayer(config, i, dtype, rngs) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, kv: tuple[jax.Array, ...], attend: Attend):
+    def __call__(self, tokens: jax.Array, positions: jax.Array, kv: tuple[jax.Array, ...], inputs: StepInputs):
         """tokens, positions int32 [T]; kv: a page array a layer. Returns (hidden [T, hidden], kv)."""
         rope = rope_tables(positions, jnp.asarray(inv_freq(self.config.rope, self.config.head_dim)))
-        x = self.embed_tokens(tokens)
+        x, y = self.embed_tokens(tokens), None
         pages = []
         for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x, layer_kv = layer(x, rope, layer_kv, attend)
+            x, y, layer_kv = layer(x, y, rope, layer_kv, inputs)
             pages.append(layer_kv)
-        return self.norm(x), tuple(pages)
+        return self.norm.add(x, y, inputs.implementation)[1], tuple(pages)
 
 
 class LlamaForCausalLM(nnx.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -76,6 +77,8 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(engine: Any, args: ServerArgs, names: tuple[str, ...], sock: socket.socket) -> int:
+    gc.collect()
+    gc.freeze()  # what the start has made stays: a collection that walks all of it would hold the steps up
     worker = EngineWorker(engine)
     app = create_app(engine, args, names, worker)
     server = _Server(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,12 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lora_jax.kernels.cases import ATTENTION_CASES
+from lora_jax.kernels import decode_attention
+from lora_jax.kernels.cases import ATTENTION_CASES, LINEARS, AttentionCase
+from lora_jax.kernels.prefill_attention import BLOCK_TOKENS
+from lora_jax.kernels.tuning import AttentionTiles
 
 from tests.support import attention_oracle, tiny
+from tests.support import kernel_checks as checks
 
 pytestmark = pytest.mark.device
 ROOT = Path(__file__).resolve().parents[2]
+ONE_HEAD = AttentionCase("one-head", 3, 8, 8, 24, 4, 37)  # a query head a KV head, an odd head size and table
+GROUPED = AttentionCase("grouped", 3, 12, 4, 64, 4, 37)
 
 
 def test_lora_kernels_equal_float64():
@@ -24,22 +31,79 @@ def test_lora_kernels_equal_float64():
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
+# ---- the kernels of a step, compiled ----
+@pytest.mark.parametrize("kind", [dict(), dict(parts=3, norms=True)], ids=["plain", "parts-norms"])
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda c: c.name)
-def test_decode_attention_equals_float64(case, implementation):
-    import jax
-    from lora_jax.kernels.paged_attention import paged_decode_attention
-
-    q, kv, *rest = attention_oracle.inputs(case)
-    q, kv = (np.asarray(jax.numpy.asarray(x, case.dtype)) for x in (q, kv))
-    options = dict(scale=case.head_dim**-0.5, window=case.window)
-    with jax.default_matmul_precision("highest"):
-        got = jax.jit(lambda *a: paged_decode_attention(*a, **options, implementation=implementation))(q, kv, *rest)
-    want = attention_oracle.attention(q, kv, *rest, **options)
-    error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
-    assert error < {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[case.dtype]
+def test_decode_attention_equals_float64(case, kind):
+    checks.check_decode(case, "triton", **kind)
 
 
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda c: c.name)
+def test_plain_jax_attention_equals_float64(case):
+    checks.check_decode(case, "xla", parts=2)
+
+
+@pytest.mark.parametrize(("parts", "window"), [(1, None), (4, 70)])
+@pytest.mark.parametrize(("step", "warps"), [(16, 1), (32, 2), (64, 4)])
+def test_every_vector_tile_equals_float64(step, warps, parts, window, monkeypatch):
+    tiles = AttentionTiles(step, parts, True, warps, num_stages=1)
+    monkeypatch.setattr(decode_attention, "attention_tiles", lambda *shape: tiles)
+    checks.check_decode(dataclasses.replace(ONE_HEAD, window=window), "triton", parts=2)
+
+
+@pytest.mark.parametrize("case", [ONE_HEAD, GROUPED], ids=lambda c: c.name)
+def test_a_row_does_not_depend_on_its_neighbours(case):
+    checks.check_neighbours(case, "triton")
+
+
+@pytest.mark.parametrize("number", range(len(ATTENTION_CASES)), ids=[c.name for c in ATTENTION_CASES])
+def test_prefill_equals_float64(number):
+    """Rotation, cache and attention; one token, a continued chunk, whole blocks and short ones."""
+    case, norms = ATTENTION_CASES[number], number % 2 == 0
+    spans = ((0, 1), (10, 9), (3, BLOCK_TOKENS), (37, 2 * BLOCK_TOKENS + 22))
+    given = attention_oracle.prefill_inputs(case, spans, 243, BLOCK_TOKENS, norms=norms, parts=2 * norms)
+    checks.check_prefill(given, case.window, "triton")
+
+
+@pytest.mark.parametrize("rows", [1, 8, 33, 64])
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_products_equal_float64(name, rows):
+    linear = LINEARS[f"llama2-7b.{name}"]
+    checks.check_matmul(rows, linear.inputs, sum(linear.slices), "bfloat16", "triton")
+
+
+@pytest.mark.parametrize("rows", [5, 33])
+def test_float32_products_are_exact(rows):
+    checks.check_matmul(rows, 4096, 192, "float32", "triton")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("parts", [None, 0, 4], ids=["alone", "added", "parts"])
+def test_norms_equal_float64(parts, dtype):
+    for rows, size in ((8, 4096), (500, 576)):
+        checks.check_norm(rows, size, dtype, parts, "triton")
+
+
+def test_a_step_is_one_graph_launch():
+    """Counted in a profile: a graph a step. Beside it the driver launches a kernel for each small array that the host sends
+    (measured: 3 for decode, 7 for prefill, one more with adapters); with graphs off, the two layers alone take 16 and more."""
+    script, steps = str(ROOT / "tests" / "device" / "graph_launches.py"), 5
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, script, str(steps)], capture_output=True, text=True, timeout=280, env=env, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {key.split("[")[0] for key in found["on"]} == {"decode", "prefill"} and found["on"].keys() == found[
+        "off"
+    ].keys()
+    for key, counted in found["on"].items():
+        assert counted["graphs"] == steps and counted["kernels"] <= 9 * steps, (key, counted)
+    for key, counted in found["off"].items():
+        assert counted["graphs"] == 0 and counted["kernels"] >= 16 * steps, (key, counted)
+
+
+# ---- the engine ----
 @pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "llama-bias", "mistral-window", "qwen2", "qwen3"])
 def test_a_mixed_batch_equals_transformers_and_peft(name, tmp_path):
     """The engine with its Triton kernels, float32 with exact products."""

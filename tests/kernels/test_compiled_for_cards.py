@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,17 +19,27 @@ EVERY = {"h200": 1, "a100": 1, "l4": 1, "h100": 4, "rtx4090": 4}
 SMALLEST_CARD_BYTES = 101_376
 
 
+# Of the other kernels of a step: L4 has the least shared memory.
+EVERY_OF_A_STEP = {"h200": 4, "a100": 4, "l4": 1, "h100": 8, "rtx4090": 4}
+
+
+def compile_all(module: str, cards: dict[str, int]) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+    with ThreadPoolExecutor(2) as pool:
+        yield {card: pool.submit(run_compiler, module, card, str(every)) for card, every in cards.items()}
+
+
 @pytest.fixture(scope="module")
 def results():
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            card: pool.submit(run_compiler, "tests.kernels.compile_cases", card, str(every))
-            for card, every in EVERY.items()
-        }
+    yield from compile_all("tests.kernels.compile_cases", EVERY)
+
+
+@pytest.fixture(scope="module")
+def step_results():
+    yield from compile_all("tests.kernels.compile_step_kernels", EVERY_OF_A_STEP)
 
 
 def test_every_target_is_compiled_for() -> None:
-    assert set(EVERY) == set(CARDS)
+    assert set(EVERY) == set(EVERY_OF_A_STEP) == set(CARDS)
 
 
 @pytest.mark.timeout(900)
@@ -49,6 +60,18 @@ def test_temporaries_are_the_partial_sums_alone(results: dict[str, Future[dict[s
     for case in CASES:
         partial_sums = 32 * case.rows * len(case.linear.slices) * case.rank * 4
         assert summaries[case.id]["temp_bytes"] <= partial_sums + 1024, case.id
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("card", EVERY_OF_A_STEP)
+def test_kernels_of_a_step_compile(card: str, step_results: dict[str, Future[dict[str, Any]]]) -> None:
+    found = step_results[card].result()
+    assert len(found) >= 200 // EVERY_OF_A_STEP[card]
+    assert {name: error for name, (_, error) in found.items() if isinstance(error, str)} == {}
+    for name, (kernels, summary) in found.items():
+        assert summary["shared_bytes"] <= SMALLEST_CARD_BYTES, (name, summary)
+        assert summary["kernels"] == kernels or 1 < summary["kernels"] <= kernels, (name, summary)
+        assert summary["temp_bytes"] <= 4 << 20, f"{name}: pages are copied"
 
 
 @pytest.mark.timeout(300)

@@ -1,7 +1,8 @@
 """A slow, obvious engine around the scheduler: a fake device, fake adapter slots, and an oracle that runs alone.
 
-The fake device holds what a real one would: pages, slots, per-row state. Its "model" is a hash of all (token, adapter)
-pairs that it finds in a request's pages, so that a wrong page, slot, chunk or row gives other tokens than `solo`.
+The fake device holds what a real one would: pages, slots, per-row state, the last token of each row. Its "model" is a hash
+of all (token, adapter) pairs that it finds in a request's pages, so that a wrong page, slot, chunk, row or token gives other
+tokens than `solo`. Decode steps take their tokens from the device; what a step gives may be resolved one plan later.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lora_jax.config import CacheConfig, SchedulerConfig
+from lora_jax.plan import ScheduledRow, StepPlan
 from lora_jax.request import FinishReason, Request, SamplingParams
-from lora_jax.scheduler import ScheduledRow, Scheduler, StepPlan
+from lora_jax.scheduler import Scheduler
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +22,24 @@ class FakeAdapter:
     name: str
 
 
-def next_token(history: list[tuple[int, str]]) -> int:
+@dataclass(frozen=True)
+class Rates:
+    """One token in `stop` ends its request, one in `broken` is none: -1 (0: never)."""
+
+    stop: int = 0
+    broken: int = 0
+
+
+def next_token(history: list[tuple[int, str]], rates: Rates) -> int:
     """The fake model."""
-    return zlib.crc32(repr(history).encode())
+    token = zlib.crc32(repr(history).encode())
+    return -1 if rates.broken and token % rates.broken == 1 else token
 
 
 def end_of(output: list[int], max_tokens: int, stop_rate: int) -> FinishReason | None:
-    """The fake engine's rule for ending a request: one token in stop_rate stops it (0: none)."""
+    """The fake engine's rule for ending a request."""
+    if output[-1] < 0:
+        return "abort"
     if stop_rate and output[-1] % stop_rate == 0:
         return "stop"
     return "length" if len(output) == max_tokens else None
@@ -36,15 +49,20 @@ def adapter_name(request: Request) -> str:
     return request.adapter.name if request.adapter else "base"
 
 
-def solo(request: Request, stop_rate: int) -> list[int]:
+def solo(request: Request, rates: Rates) -> list[int]:
     """What the request gives when nothing else exists: no pages, no batch, no scheduler."""
     name = adapter_name(request)
     history = [(token, name) for token in request.prompt_token_ids]
     output: list[int] = []
-    while not output or end_of(output, request.max_tokens, stop_rate) is None:
-        output.append(next_token(history))
+    while not output or end_of(output, request.max_tokens, rates.stop) is None:
+        output.append(next_token(history, rates))
         history.append((output[-1], name))
     return output
+
+
+def awaits_end(request: Request) -> bool:
+    """Whether its last token is in flight."""
+    return len(request.token_ids) + request.pending == len(request.prompt_token_ids) + request.max_tokens
 
 
 class FakeSlots:
@@ -82,25 +100,29 @@ class FakeSlots:
 class FakeDevice:
     """Pages of (token, adapter) entries, slots of adapters, one piece of state a row."""
 
-    def __init__(self, cache: CacheConfig):
-        self.page_size = cache.page_size
+    def __init__(self, cache: CacheConfig, rates: Rates):
+        self.page_size, self.rates = cache.page_size, rates
         self.pages: dict[int, list[tuple[int, str] | None]] = {}
         self.slots: dict[int, FakeAdapter] = {}
         self.rows: dict[int, str] = {}  # whose sampling state a row holds: set when a request (re)starts
+        self.last: dict[int, int] = {}  # each row's last token
 
     def lose_everything(self) -> None:
         self.pages.clear()
         self.slots.clear()
         self.rows.clear()
+        self.last.clear()
 
     def run(self, plan: StepPlan) -> dict[str, int]:
         for slot, adapter in plan.slot_writes:
             self.slots[slot] = adapter
         for row in plan.rows:
-            self._write(row)
-        return {row.request.request_id: self._sample(row) for row in plan.rows if row.samples}
+            self._write(row, plan.phase == "decode")
+        sampled = {row.request.request_id: self._sample(row) for row in plan.rows if row.samples}
+        self.last.update({row.request.row: sampled[row.request.request_id] for row in plan.rows if row.samples})
+        return sampled
 
-    def _write(self, row: ScheduledRow) -> None:
+    def _write(self, row: ScheduledRow, decode: bool) -> None:
         request = row.request
         if row.start == 0:
             self.rows[request.row] = request.request_id
@@ -108,7 +130,8 @@ class FakeDevice:
         name = self.slots[request.slot].name if request.slot >= 0 else "base"
         for position in range(row.start, row.start + row.num_tokens):
             page = self.pages.setdefault(request.pages[position // self.page_size], [None] * self.page_size)
-            page[position % self.page_size] = (request.token_ids[position], name)
+            token = max(self.last[request.row], 0) if decode else request.token_ids[position]
+            page[position % self.page_size] = (token, name)
 
     def _sample(self, row: ScheduledRow) -> int:
         history = []
@@ -116,20 +139,21 @@ class FakeDevice:
             entry = self.pages[row.request.pages[position // self.page_size]][position % self.page_size]
             assert entry is not None, f"{row.request.request_id} reads position {position}, which was never written"
             history.append(entry)
-        return next_token(history)
+        return next_token(history, self.rates)
 
 
 class Simulation:
     """Drives a scheduler over the fake device, checks every step, collects what each request gave."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, num_slots: int = 0, stop_rate: int = 0):
-        self.config, self.cache, self.stop_rate = config, cache, stop_rate
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, num_slots: int = 0, rates: Rates = Rates()):
+        self.config, self.cache, self.rates = config, cache, rates
         self.slots = FakeSlots(num_slots) if num_slots else None
         self.scheduler = Scheduler(config, cache, self.slots)
-        self.device = FakeDevice(cache)
+        self.device = FakeDevice(cache, rates)
         self.requests: list[Request] = []
         self.adapters: dict[str, FakeAdapter] = {}
         self.plans: list[StepPlan] = []
+        self.in_flight: list[tuple[StepPlan, dict[str, int]]] = []  # at most one, with what the device gave
         self.admissions: list[str] = []  # request ids, also those admitted again
         self.head: Request | None = None  # the oldest request left waiting,
         self.passes = 0  # how many requests with adapters have passed it,
@@ -156,53 +180,66 @@ class Simulation:
         assert plan is not None
         return plan
 
-    def try_step(self, *, abort_in_flight: str | None = None, fail: bool = False) -> StepPlan | None:
-        """One engine step. abort_in_flight: a request id to abort before the commit. fail: the step raises."""
+    def try_step(self, *, abort_in_flight: str | None = None, fail: str = "", lag: bool = False) -> StepPlan | None:
+        """One engine step; None where there is nothing to do, or only an older step to resolve.
+
+        lag: the plan stays in flight, and is resolved after the plan of the next call. abort_in_flight: a request id to abort
+        between the plan and what is resolved. fail: "dispatch" (this step raises) or "read" (the older one does, or this one).
+        """
         before = {r.request_id: (r.row, r.num_computed) for r in self._alive()}
         available = {r.request_id: self.slots.available(r.adapter) for r in self._alive() if self.slots and r.adapter}
         plan = self.scheduler.plan()
         self.check()
-        if plan is None:
-            return None
-        self.plans.append(plan)
-        self._check_plan(plan)
-        self._check_order(before, available)
-        if fail:
-            self.scheduler.reset_running()
-            self.device.lose_everything()
-            if self.slots:
-                self.slots.held = [None] * len(self.slots.held)
-            self.stalled = ("", 0)
-        else:
-            sampled = self.device.run(plan)
-            if abort_in_flight is not None:
-                self.scheduler.abort(abort_in_flight)
-                self.check()
-            for request in self.scheduler.commit(plan, sampled):
-                reason = end_of(request.output_token_ids, request.max_tokens, self.stop_rate)
-                if reason is not None:
-                    self.scheduler.finish(request, reason)
+        if plan is not None:
+            self.plans.append(plan)
+            self._check_plan(plan)
+            self._check_order(before, available)
             self._check_progress(before)
+            if fail != "dispatch":
+                self.in_flight.append((plan, self.device.run(plan)))
+        if abort_in_flight is not None:
+            self.scheduler.abort(abort_in_flight)
+            self.check()
+        keep = 1 if lag and plan is not None and not fail else 0
+        while len(self.in_flight) > keep and fail != "read":
+            self._resolve(*self.in_flight.pop(0))
+        if fail:
+            self._lose_everything()
         self.check()
         return plan
 
-    def run(self, max_steps: int) -> None:
-        """Until all have ended."""
+    def _resolve(self, plan: StepPlan, sampled: dict[str, int]) -> None:
+        for request in self.scheduler.resolve(plan, sampled):
+            reason = end_of(request.output_token_ids, request.max_tokens, self.rates.stop)
+            if reason is not None:
+                self.scheduler.finish(request, reason)
+            self.check(integrity=len(plan.rows) < 8)
+
+    def _lose_everything(self) -> None:
+        self.in_flight.clear()
+        self.scheduler.reset_running()
+        self.device.lose_everything()
+        if self.slots:
+            self.slots.held = [None] * len(self.slots.held)
+        self.stalled = ("", 0)
+
+    def run(self, max_steps: int, *, lag: bool = False) -> None:
+        """Until all have ended and nothing is in flight."""
         for _ in range(max_steps):
-            if self.try_step() is None:
+            if self.try_step(lag=lag) is None and not self.scheduler.has_unfinished() and not self.in_flight:
                 return
         raise AssertionError(f"{self.scheduler.stats()} after {max_steps} steps")
 
     def check_results(self) -> None:
         """All ended, each with the tokens of its solo run (aborted ones: a prefix of them), and nothing is held."""
         for request in self.requests:
-            want = solo(request, self.stop_rate)
+            want = solo(request, self.rates)
             got = request.output_token_ids
-            if request.finish_reason == "abort":
+            if request.finish_reason == "abort" and got[-1:] != [-1]:
                 want = want[: len(got)]
             else:
-                assert request.finish_reason == end_of(want, request.max_tokens, self.stop_rate), request
-            assert got == want, f"{request.request_id}: {got} != {want}"
+                assert request.finish_reason == end_of(want, request.max_tokens, self.rates.stop), request
+            assert request.pending == 0 and got == want, f"{request.request_id}: {got} != {want}"
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, self.cache.num_pages - 1), stats
         assert not self.slots or not +self.slots.pins, self.slots and self.slots.pins
@@ -213,7 +250,10 @@ class Simulation:
         work = sum(-(-(len(r.prompt_token_ids) + r.max_tokens) // chunk) + r.max_tokens for r in self.requests)
         return 10 + 2 * work * (1 + len(self.requests))
 
-    def check(self) -> None:
+    def check(self, *, integrity: bool = True) -> None:
+        """integrity: False where it would cost too much."""
+        if not integrity:
+            return
         self.scheduler.check_integrity()
         if self.slots:
             held = Counter(r.adapter for r in self._alive() if r.adapter and r.row >= 0)
@@ -235,8 +275,10 @@ class Simulation:
         assert plan.key.lora == any(row.request.adapter for row in rows)
         for row in rows:
             end = row.start + row.num_tokens
-            assert row.num_tokens >= 1 and row.start == row.request.num_computed
-            assert row.samples == (end == len(row.request.token_ids))
+            total = len(row.request.token_ids) + row.request.pending - row.samples  # when the step was planned
+            assert row.num_tokens >= 1 and end == row.request.num_computed
+            assert row.samples == (end == total) and row.index == total - len(row.request.prompt_token_ids)
+            assert row.index < row.request.max_tokens, "a token that the request may not have"
             assert len(row.request.pages) * size >= end and 0 not in row.request.pages
             assert 0 <= row.request.row < self.config.max_num_seqs
         if plan.phase == "decode":
@@ -248,7 +290,7 @@ class Simulation:
             assert all(row.start == 0 for row in rows[1:]) and all(row.samples for row in rows[:-1])
         if len(self.plans) > 1 and plan.phase == self.plans[-2].phase == "prefill":
             planned = {id(row.request) for row in rows}
-            ready = [r for r in self._alive() if r.row >= 0 and id(r) not in planned]
+            ready = [r for r in self._alive() if r.row >= 0 and id(r) not in planned and not awaits_end(r)]
             assert not ready, f"a second prefill step in a row while {ready[0].request_id} is ready to decode"
 
     def _check_order(self, before: dict[str, tuple[int, int]], available: dict[str, bool]) -> None:
@@ -290,6 +332,6 @@ class Simulation:
             return
         assert oldest.row == before[oldest.request_id][0], f"{oldest.request_id}, the oldest, lost its row"
         name = oldest.request_id
-        advanced = oldest.num_computed > before[name][1]
+        advanced = oldest.num_computed > before[name][1] or awaits_end(oldest)
         self.stalled = (name, 0 if advanced else 1 + (self.stalled[1] if self.stalled[0] == name else 0))
         assert self.stalled[1] < 2, f"{name} is stuck at {oldest.num_computed}"

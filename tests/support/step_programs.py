@@ -49,7 +49,7 @@ def programs(card: str, layers: int, lora: bool, keys: list[StepKey]) -> dict[st
         out[str(key)] = {
             **gpu_program.summary(compiled, thunks),
             "hash": gpu_program.program_hash(compiled),
-            "first": thunks.strip().splitlines()[0],
+            "outermost": re.findall(r"^\d+: (\w+)", thunks, re.MULTILINE),
             "other_thunks": sorted(kinds),
             "distinct_lora_kernels": _distinct(compiled.as_text()),
         }
@@ -64,12 +64,13 @@ def _distinct(hlo: str) -> int:
 
 if __name__ == "__main__":
     card, *layers = sys.argv[1:]
-    decode = [StepKey("decode", b, lora) for b in (8, 64) for lora in (False, True)]
+    keys = [StepKey("decode", b, lora) for b in (8, 64) for lora in (False, True)]
+    keys += [StepKey("prefill", 512, lora) for lora in (False, True)]
+    plain = [StepKey("decode", 8), StepKey("prefill", 512)]
     result = {
         str(n): {
-            "lora": programs(card, int(n), True, decode if i == 0 else decode[:2]),
-            "plain": programs(card, int(n), False, [StepKey("decode", 8), StepKey("prefill", 512)] if i == 0 else []),
-            "lora_prefill": programs(card, int(n), True, [StepKey("prefill", 512)] if i == 0 else []),
+            "lora": programs(card, int(n), True, keys),
+            "plain": programs(card, int(n), False, plain if i == 0 else []),
         }
         for i, n in enumerate(layers)
     }

@@ -1,0 +1,262 @@
+"""Decode attention over a paged KV cache, from the fused q, k, v projection to the heads' outputs in one kernel.
+
+Norms q and k where the model does, rotates them, writes the new key and value into the cache, and attends: one new token a row
+against that row's pages. Letters: R rows, P pages of a block table, H query heads, K key/value heads, G = H // K, D head size,
+S partial sums of the projection, C parts of a row's context, T tokens a step. Only pages in use are read; cost follows the real
+lengths. Sources: Su et al., "RoFormer", 2021; Dao et al., "Flash-Decoding for long-context inference", 2023.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from . import lora_layout as layout
+from .online_softmax import NEG, chunk_pages, online_softmax, visible
+from .rope_cache import HeadNorms, check_heads, rotate, rotate_heads, split_heads, write_tokens
+from .tuning import attention_tiles
+
+
+# ---- 1. the public op ------------------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnames=("heads", "scale", "window", "implementation", "interpret"))
+def decode_attention(
+    qkv: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    *,
+    heads: int,
+    scale: float,
+    window: int | None = None,
+    norms: HeadNorms | None = None,
+    implementation: str = "triton",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(heads' outputs [R, H * D], kv with the new keys and values).
+
+    qkv [R, (H + 2K) * D] of kv's dtype (q heads, then k, then v), or float32 partial sums [S, R, (H + 2K) * D] of it;
+    rope: cos and sin, float32 [R, D / 2]; kv [pages, page_size, 2, K, D], donated by the caller or copied;
+    block_tables int32 [R, P]; positions int32 [R] of the new tokens. window: how many tokens back a query sees, itself included.
+    A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
+    """
+    layout.check_implementation("decode_attention", implementation)
+    check_heads("decode_attention", qkv, rope, kv, heads, norms)
+    rows = qkv.shape[-2]
+    for name, x, shape in (("block_tables", block_tables, (rows, None)), ("positions", positions, (rows,))):
+        if x.dtype != jnp.int32 or x.ndim != len(shape) or x.shape[0] != rows:
+            raise ValueError(f"decode_attention: {name} must be int32 with {rows} rows, got {x.dtype} {x.shape}")
+    if implementation == "xla":
+        return _xla(qkv, rope, kv, block_tables, positions, heads, scale, window, norms)
+    return _triton(qkv, rope, kv, block_tables, positions, heads, scale, window, norms, interpret)
+
+
+# ---- 2. the kernel ---------------------------------------------------------------------------------------------------
+class _Head(NamedTuple):
+    """A row, and the dimensions of a head: size D; dim and partner (the other half's) int32 [D padded]."""
+
+    row: jax.Array
+    size: int
+    dim: jax.Array
+    partner: jax.Array
+
+
+def _full(x, shape) -> jax.Array:
+    # index arrays throughout: interpret mode knows no mixture of arrays and slices
+    return jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape)
+
+
+def _projected(qkv, at_row, column, mask) -> jax.Array:
+    """qkv[row, column], partial sums added up (float32)."""
+    if len(qkv.shape) == 2:
+        return plgpu.load(qkv.at[_full(at_row, column.shape), column], mask=mask, other=0)
+    parts = [
+        plgpu.load(qkv.at[_full(s, column.shape), _full(at_row, column.shape), column], mask=mask, other=0)
+        for s in range(qkv.shape[0])
+    ]
+    return functools.reduce(jnp.add, parts)
+
+
+def _rotated(qkv, cos, sin, norm, eps, base, p: _Head, dtype) -> jax.Array:
+    """Heads that begin at columns `base` [n, 1], normed and rotated: [n, D padded] of dtype."""
+    shape = (base.shape[0], p.dim.shape[0])
+    dim, partner = jnp.broadcast_to(p.dim[None], shape), jnp.broadcast_to(p.partner[None], shape)
+    inside, at_row = dim < p.size, _full(p.row, shape)
+    x, other = (_projected(qkv, p.row, base + at, inside).astype(dtype) for at in (dim, partner))
+    of = lambda ref, *at: plgpu.load(ref.at[at], mask=inside, other=0)  # noqa: E731
+    scale = None if norm is None else lambda dims: of(norm, dims)
+    return rotate(
+        x, other, dim, partner, p.size, lambda a: of(cos, at_row, a), lambda a: of(sin, at_row, a), scale, eps or 0.0
+    )
+
+
+def _kernel(*refs, heads: int, scale: float, window: int | None, eps: float | None, tiles):
+    """Program (row, KV head, part): the head's G queries over one part of the row's tokens; part 0 also the new token.
+
+    refs: qkv, cos, sin, kv [pages, page_size, 2, K, D], tables [R, P], positions [R], with eps also the scales of q's and k's
+    norm [D]; then out [C, R, H, D] (float32, or qkv's dtype where C is 1), top and norm [C, R, H] float32 (the largest score,
+    the sum of exp(score - top)), and kv again, the same memory.
+    """
+    qkv, cos, sin, kv, tables, positions = refs[:6]
+    q_norm, k_norm = refs[6:8] if eps is not None else (None, None)
+    out, top, total, kv_out = refs[-4:]
+    row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    page_size, kv_heads, size = kv.shape[1], kv.shape[3], kv.shape[4]
+    group, dtype = heads // kv_heads, kv.dtype
+    padded = 1 << (size - 1).bit_length()
+    g_pad = 1 if tiles.vector else max(16, 1 << (group - 1).bit_length())
+    dim = lax.iota(jnp.int32, padded)
+    p = _Head(row, size, dim, jnp.where(dim < size // 2, dim + size // 2, dim - size // 2))
+    position = positions[row]
+    first = 0 if window is None else jnp.maximum(position - window + 1, 0)
+    step0, steps = lax.div(first, tiles.step_tokens) if window is not None else 0, pl.cdiv(position, tiles.step_tokens)
+    share = pl.cdiv(jnp.maximum(steps - step0, 0), tiles.parts)
+    begin = step0 + part * share
+    end = jnp.minimum(begin + share, steps)
+
+    def keys_and_values(step):
+        """Tokens of one step: which are seen [T], keys and values [T, D padded]."""
+        t = step * tiles.step_tokens + lax.iota(jnp.int32, tiles.step_tokens)
+        seen = (t < position) & (t >= first)
+        page = plgpu.load(tables.at[_full(row, t.shape), lax.div(t, page_size)], mask=seen, other=0)
+        shape = (tiles.step_tokens, padded)
+        mask = seen[:, None] & (dim < size)[None]  # what is not seen is not read: a page may hold another row's NaN
+        at = [jnp.broadcast_to(i, shape) for i in (page[:, None], lax.rem(t, page_size)[:, None])]
+        d = jnp.broadcast_to(dim[None], shape)
+        k = plgpu.load(kv.at[*at, _full(0, shape), _full(head, shape), d], mask=mask, other=0)
+        return seen, k, plgpu.load(kv.at[*at, _full(1, shape), _full(head, shape), d], mask=mask, other=0)
+
+    # The new token: written by part 0, and attended to from registers.
+    g = lax.iota(jnp.int32, g_pad)
+    q_gd = _rotated(qkv, cos, sin, q_norm, eps, (head * group + jnp.minimum(g, group - 1))[:, None] * size, p, dtype)
+    k_1d = _rotated(qkv, cos, sin, k_norm, eps, _full((heads + head) * size, (1, 1)), p, dtype)
+    v_1d = _projected(qkv, row, (heads + kv_heads + head) * size + dim[None], (dim < size)[None]).astype(dtype)
+    own = part == 0
+
+    @pl.when(own)
+    def _():
+        page = tables[row, lax.div(position, page_size)]
+        at = [_full(i, (1, padded)) for i in (page, lax.rem(position, page_size))]
+        inside = (dim < size)[None]
+        for i, value in enumerate((k_1d, v_1d)):
+            index = (*at, _full(i, (1, padded)), _full(head, (1, padded)), dim[None])
+            plgpu.store(kv_out.at[*index], value, mask=inside)
+
+    m = jnp.sum(q_gd.astype(jnp.float32) * k_1d.astype(jnp.float32), axis=1) * scale
+    state = (
+        jnp.where(own, m, NEG),
+        jnp.where(own, jnp.ones((g_pad,), jnp.float32), 0.0),
+        jnp.where(own, jnp.broadcast_to(v_1d.astype(jnp.float32), (g_pad, padded)), 0.0),
+    )
+    attend = functools.partial(_attend_one if tiles.vector else _attend_group, q_gd, scale)
+    m, n, acc = lax.fori_loop(begin, end, lambda step, s: attend(s, *keys_and_values(step)), state)
+    if tiles.parts == 1:
+        acc = acc / n[:, None]
+    shape = (g_pad, padded)
+    in_g, at_head = g < group, head * group + g
+    index = (_full(part, shape), _full(row, shape), _full(at_head[:, None], shape), _full(dim[None], shape))
+    plgpu.store(out.at[*index], acc.astype(out.dtype), mask=in_g[:, None] & (dim < size)[None])
+    if tiles.parts > 1:
+        index = (_full(part, g.shape), _full(row, g.shape), at_head)
+        plgpu.store(top.at[*index], m, mask=in_g)
+        plgpu.store(total.at[*index], n, mask=in_g)
+
+
+def _attend_group(q_gd, scale, state, seen, k_td, v_td):
+    """One step of the online softmax for G queries, on tensor cores."""
+    m, n, acc = state
+    precision = lax.Precision.HIGHEST if q_gd.dtype == jnp.float32 else lax.Precision.DEFAULT
+    s_gt = jnp.dot(q_gd, k_td.T, precision=precision, preferred_element_type=jnp.float32) * scale
+    s_gt = jnp.where(seen[None, :], s_gt, NEG)
+    m_new = jnp.maximum(m, jnp.max(s_gt, axis=1))
+    p_gt = jnp.where(seen[None, :], jnp.exp(s_gt - m_new[:, None]), 0.0)
+    fade = jnp.exp(m - m_new)
+    pv_gd = jnp.dot(p_gt.astype(v_td.dtype), v_td, precision=precision, preferred_element_type=jnp.float32)
+    return m_new, n * fade + jnp.sum(p_gt, axis=1), acc * fade[:, None] + pv_gd
+
+
+def _attend_one(q_1d, scale, state, seen, k_td, v_td):
+    """The same for one query, without them: less latency."""
+    m, n, acc = state
+    s_t = jnp.sum(k_td.astype(jnp.float32) * q_1d.astype(jnp.float32), axis=1) * scale
+    s_t = jnp.where(seen, s_t, NEG)
+    m_new = jnp.maximum(m, jnp.max(s_t))
+    p_t = jnp.where(seen, jnp.exp(s_t - m_new), 0.0)
+    fade = jnp.exp(m - m_new)
+    pv_d = jnp.sum(p_t[:, None] * v_td.astype(jnp.float32), axis=0)
+    return m_new, n * fade + jnp.sum(p_t), acc * fade[:, None] + pv_d[None]
+
+
+# ---- 3. the call -----------------------------------------------------------------------------------------------------
+def _triton(qkv, rope, kv, tables, positions, heads, scale, window, norms, interpret):
+    rows, (kv_heads, size) = qkv.shape[-2], kv.shape[3:]
+    context = tables.shape[1] * kv.shape[1]
+    tiles = attention_tiles(rows, kv_heads, heads // kv_heads, context, size, kv.dtype.itemsize)
+    out, top, total, kv = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            heads=heads,
+            scale=scale,
+            window=window,
+            eps=None if norms is None else norms.eps,
+            tiles=tiles,
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((tiles.parts, rows, heads, size), kv.dtype if tiles.parts == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((tiles.parts, rows, heads), jnp.float32),
+            jax.ShapeDtypeStruct((tiles.parts, rows, heads), jnp.float32),
+            jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+        ),
+        grid=(rows, kv_heads, tiles.parts),
+        input_output_aliases={3: 3},
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        name="decode_attention",
+        interpret=interpret,
+    )(qkv, *rope, kv, tables, positions, *(() if norms is None else (norms.q, norms.k)))
+    if tiles.parts == 1:
+        return out.reshape(rows, -1), kv
+    weight = jnp.exp(top - jnp.max(top, axis=0))
+    joined = jnp.sum(out * weight[..., None], axis=0) / jnp.sum(total * weight, axis=0)[..., None]
+    return joined.astype(kv.dtype).reshape(rows, -1), kv
+
+
+# ---- 4. the plain-JAX form -------------------------------------------------------------------------------------------
+def _xla(qkv, rope, kv, tables, positions, heads, scale, window, norms):
+    if qkv.ndim == 3:
+        qkv = jnp.sum(qkv, axis=0).astype(kv.dtype)
+    q, k, v = rotate_heads(*split_heads(qkv, kv, heads), rope, norms)
+    page_size = kv.shape[1]
+    pages = jnp.take_along_axis(tables, positions[:, None] // page_size, 1)[:, 0]
+    kv = write_tokens(kv, k, v, pages * page_size + positions % page_size)
+    return _attend_pages(q, kv, tables, positions, scale, window).reshape(q.shape[0], -1), kv
+
+
+def _attend_pages(q, kv, tables, positions, scale: float, window: int | None) -> jax.Array:
+    """q [R, H, D] over all tokens up to each row's position: [R, H, D]."""
+    r, h, d = q.shape
+    _, page_size, _, k_heads, _ = kv.shape
+    c = chunk_pages(tables.shape[1], page_size, 256)
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % c)))  # a clamped slice would shift positions
+    s = c * page_size
+    q_rkgd = q.reshape(r, k_heads, h // k_heads, d)
+
+    def chunk(i):
+        pages = lax.dynamic_slice(tables, (0, i * c), (r, c))
+        kv_rs2kd = kv[pages].reshape(r, s, 2, k_heads, d)
+        mask_rs = visible(i * s + jnp.arange(s)[None], positions[:, None], window)
+        scores = jnp.einsum("rkgd,rskd->rkgs", q_rkgd, kv_rs2kd[:, :, 0], preferred_element_type=jnp.float32) * scale
+        # a page may hold another request's leftovers: 0 * NaN would still be NaN
+        values = jnp.where(mask_rs[:, :, None, None], kv_rs2kd[:, :, 1], 0)
+        return scores, mask_rs[:, None, None, :], values
+
+    def weigh(p, values):
+        return jnp.einsum("rkgs,rskd->rkgd", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+
+    out = online_softmax(positions.max() // s + 1, (r, k_heads, h // k_heads), d, chunk, weigh)
+    return out.reshape(r, h, d).astype(q.dtype)

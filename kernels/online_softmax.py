@@ -1,0 +1,52 @@
+"""What the plain-JAX forms of decode and prefill attention share: an online softmax over chunks of pages.
+
+Cost follows the longest live context, not the table's width: the chunk loop has a dynamic trip count. A chunk that is masked
+for a row adds exact zeros to it, so a row's bits do not depend on the other rows' lengths.
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., FlashAttention, 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NEG = -1e30  # finite: exp(NEG - NEG) is 1, not NaN, and is multiplied by an empty sum
+
+
+def chunk_pages(num_pages: int, page_size: int, tokens: int) -> int:
+    return max(1, min(num_pages, tokens // page_size))
+
+
+def online_softmax(
+    steps: jax.Array,
+    rows: tuple[int, ...],
+    head_dim: int,
+    chunk: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]],
+    weigh: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """chunk(i) -> (scores [*rows, S] float32, mask broadcastable to scores, values); weigh(p, values) -> [*rows, D] float32."""
+
+    def body(i, carry):
+        m, norm, acc = carry
+        scores, mask, values = chunk(i)
+        scores = jnp.where(mask, scores, NEG)
+        m_new = jnp.maximum(m, scores.max(-1))
+        p = jnp.where(mask, jnp.exp(scores - m_new[..., None]), 0.0)
+        fade = jnp.exp(m - m_new)
+        return m_new, norm * fade + p.sum(-1), acc * fade[..., None] + weigh(p, values)
+
+    start = (
+        jnp.full(rows, NEG, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, head_dim), jnp.float32),
+    )
+    _, norm, acc = lax.fori_loop(0, steps, body, start)
+    return acc / jnp.maximum(norm, 1e-30)[..., None]
+
+
+def visible(key_pos: jax.Array, query_pos: jax.Array, window: int | None) -> jax.Array:
+    mask = key_pos <= query_pos
+    return mask if window is None else mask & (key_pos > query_pos - window)

@@ -1,0 +1,229 @@
+"""`bench kernels`: LoRA shrink and expand, and decode attention, one at a time: Pallas-Triton beside plain JAX.
+
+Decode attention is the engine's op: it also rotates q and k and writes the new token into the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from ..errors import ConfigError, LoraJaxError
+from . import report
+from .plot import Panel
+from .rounds import positive
+
+if TYPE_CHECKING:
+    from .kernel_timing import Timed
+
+HELP = "single kernels: time, bytes, bandwidth"
+DESCRIPTION = (
+    "Time LoRA shrink, LoRA expand and decode attention alone, without the host's work, as Pallas-Triton kernels and as "
+    "plain JAX, and compare with the bytes that each has to read. On a CPU only the plain-JAX form runs."
+)
+IMPLEMENTATIONS = ("triton", "xla")
+CALLS = {("gpu", "triton"): 64, ("gpu", "xla"): 16, ("cpu", "xla"): 4}  # in one program; loops of XLA compile slowly
+CPU_LARGEST = 64 << 20  # bytes a call that a CPU is given unasked
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    group = parser.add_argument_group("kernels")
+    group.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="only what has NAME in its name, also of the cases that tests alone use; may be given again "
+        "(default: the shapes of Llama-2-7B and some attention, on a CPU in float32; a NAME that fits nothing lists all)",
+    )
+    group.add_argument("--num-iters", type=positive, default=20, metavar="N", help="rounds; medians are reported")
+    group.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="where to run")
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def catalogue() -> tuple[dict[str, tuple[str, Any]], list[str]]:
+    """Name -> (op, case) of all that can be timed, and the names of those timed unasked."""
+    from lora_jax.kernels import cases
+
+    found: dict[str, tuple[str, Any]] = {}
+    for case in (*cases.TIMED_CASES, *cases.CASES):
+        found |= {f"{op}/{case.id}": (op, case) for op in ("shrink", "expand")}
+    unasked = list(found)[: 2 * len(cases.TIMED_CASES)]
+    unasked += [f"attention/{case.name}" for case in cases.TIMED_ATTENTION]
+    found |= {
+        f"attention/{case.name}": ("attention", case) for case in (*cases.TIMED_ATTENTION, *cases.ATTENTION_CASES)
+    }
+    return found, unasked
+
+
+def chosen(only: list[str] | None) -> dict[str, tuple[str, Any]]:
+    """Raises: ConfigError for a name that fits nothing."""
+    found, unasked = catalogue()
+    if only is None:
+        return {name: found[name] for name in unasked}
+    for part in only:
+        if not any(part in name for name in found):
+            raise ConfigError(f"--only {part}: no case has that in its name; there are\n  " + "\n  ".join(found))
+    return {name: entry for name, entry in found.items() if any(part in name for part in only)}
+
+
+def in_float32(wanted: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """The same cases in the dtype that an engine on a CPU uses; XLA has no bfloat16 products there and converts whole stacks."""
+    return {
+        name.replace("bfloat16", "float32"): (op, dataclasses.replace(case, dtype="float32"))
+        for name, (op, case) in wanted.items()
+    }
+
+
+def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dict[str, Any]:
+    """Times every chosen case, shows a table and returns it. Raises: LoraJaxError, ConfigError."""
+    wanted = chosen(options.only)
+    from ..device import set_up_device
+    from . import machine
+
+    setup = set_up_device(options.device, "auto", 0.9)
+    if options.only is None and not setup.is_gpu:
+        wanted = in_float32(wanted)
+    bandwidth = machine.read_bandwidth(setup.device)
+    reasons = {} if setup.implementation == "triton" else {"triton": _why_not(setup)}
+    width = max(map(len, wanted)) + 2
+    for line in heading(bandwidth.bytes_per_second, width):
+        show(line)
+    cases: dict[str, Any] = {}
+    with tqdm(total=len(wanted), desc="kernels", unit="case", disable=options.disable_tqdm) as bar:
+        for name, (op, case) in wanted.items():
+            cases[name] = measure(op, case, setup, options.num_iters, reasons, asked=options.only is not None)
+            with bar.external_write_mode():
+                show(row(name, cases[name], bandwidth, width))
+            bar.update()
+    return {
+        "num_iters": options.num_iters,
+        "read_bandwidth": bandwidth.as_dict(),
+        "cases": {name: with_shares(found, bandwidth) for name, found in cases.items()},
+        "hardware": report.hardware(setup.device),
+    }
+
+
+def _why_not(setup: Any) -> str:
+    return "needs a newer GPU" if setup.is_gpu else "needs a GPU"
+
+
+def measure(
+    op: str, case: Any, setup: Any, rounds: int, reasons: dict[str, str], *, asked: bool = True
+) -> dict[str, Any]:
+    """{"bytes": ..., "triton": {...}, "xla": {...}}: microseconds (median, and of every round) and GB/s, or why there are none.
+
+    reasons: implementation -> why it cannot run here. asked: whether a case too large for a CPU runs all the same.
+    Raises: LoraJaxError when a result is not finite.
+    """
+    import jax
+
+    from . import kernel_timing as timing
+
+    platform = "gpu" if setup.is_gpu else "cpu"
+    rotation = timing.GPU_ROTATION if setup.is_gpu else timing.CPU_ROTATION
+    size = timing.must_read(op, case)
+    found: dict[str, Any] = {"bytes": size}
+    found |= {name: {"not_run": why} for name, why in reasons.items()}
+    if platform == "cpu" and size > CPU_LARGEST and not asked:
+        return found | {"xla": {"not_run": "large for a CPU: name it with --only"}}
+    calls = {name: calls_of(op, platform, name) for name in IMPLEMENTATIONS if name not in reasons}
+    with jax.default_device(setup.device):
+        given = timing.operands(op, case, list(calls), rotation, max(calls.values()))
+        ready = {name: timing.Timed(op, case, name, given[name], setup, n) for name, n in calls.items()}
+        times = alternate({name: timed.round for name, timed in ready.items()}, ready, rounds)
+        for name, timed in ready.items():
+            if not timed.finite():
+                raise LoraJaxError(f"{op} of {case}: the {name} form gave values that are not finite")
+    for name, taken in times.items():
+        seconds = statistics.median(t.seconds for t in taken)
+        found[name] = {
+            "us": seconds * 1e6,
+            "rounds_us": [t.seconds * 1e6 for t in taken],
+            "gb_per_second": size / seconds / 1e9 if size else None,
+            "host_bound": any(t.host_bound for t in taken),
+        }
+    return found
+
+
+def calls_of(op: str, platform: str, implementation: str) -> int:
+    """Calls in one program. With two or more of attention, XLA on a CPU copies the pages between them."""
+    return 1 if (op, platform) == ("attention", "cpu") else CALLS[platform, implementation]
+
+
+def alternate(run_one: dict[str, Callable[[], Any]], ready: dict[str, Timed], rounds: int) -> dict[str, list[Any]]:
+    """Every round runs each once; who begins changes from round to round, so that no one always runs on a warmer card."""
+    for timed in ready.values():
+        timed.calibrate()
+    names, out = list(run_one), {name: [] for name in run_one}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            out[name].append(run_one[name]())
+    return out
+
+
+def with_shares(found: dict[str, Any], bandwidth: Any) -> dict[str, Any]:
+    """The same with each rate's share of the machine's read bandwidth."""
+    out = dict(found)
+    for name in IMPLEMENTATIONS:
+        if "us" in found[name]:
+            rate = found[name]["gb_per_second"]
+            out[name] = found[name] | {"share": bandwidth.share(None if rate is None else rate * 1e9)}
+    return out
+
+
+def heading(bytes_per_second: float | None, width: int) -> list[str]:
+    """The lines above the table."""
+    speed = "not measured" if bytes_per_second is None else f"{bytes_per_second / 1e9:,.0f} GB/s"
+    columns = "".join(f"{name + ' us':>14}{'GB/s':>8}{'share':>7}" for name in IMPLEMENTATIONS)
+    return [f"Read bandwidth of this machine: {speed}", f"{'one call':<{width}}{'MB to read':>11}{columns}"]
+
+
+def row(name: str, found: dict[str, Any], bandwidth: Any, width: int) -> str:
+    """One line of the table; "*" marks times that the host's work is part of."""
+    text = f"{name:<{width}}{found['bytes'] / 1e6:>11.2f}"
+    for one in (with_shares(found, bandwidth)[i] for i in IMPLEMENTATIONS):
+        if "us" not in one:
+            text += f"  {one['not_run']:>27}"
+            continue
+        rate = "-" if one["gb_per_second"] is None else f"{one['gb_per_second']:,.0f}"
+        part = "-" if one["share"] is None else f"{one['share']:.0%}"
+        text += f"{one['us']:>13.2f}{'*' if one['host_bound'] else ' '}{rate:>8}{part:>7}"
+    return text
+
+
+def chart(result: dict[str, Any]) -> list[Panel]:
+    """Rates of what was timed and reads anything, one panel an op; times where nothing does."""
+    speed = result["read_bandwidth"]["bytes_per_second"]
+    reference = None if speed is None else ("read bandwidth", speed / 1e9)
+    timed = {name: found for name, found in result["cases"].items() if any("us" in found[i] for i in IMPLEMENTATIONS)}
+    panels = []
+    for op in ("shrink", "expand", "attention"):
+        cases = {
+            name.partition("/")[2]: found for name, found in timed.items() if name.startswith(op) and found["bytes"]
+        }
+        if cases:
+            title, labels = f"{op}: bytes that must be read / time", short(list(cases))
+            panels.append(Panel(title, "rate", "GB/s", _series(cases, "gb_per_second"), labels, reference=reference))
+    return panels or [Panel("Time of one call", "time", "us", _series(timed, "us"), short(list(timed)))]
+
+
+def _series(cases: dict[str, Any], key: str) -> dict[str, list[float]]:
+    ran = [i for i in IMPLEMENTATIONS if any("us" in found[i] for found in cases.values())]
+    return {i: [found[i].get(key, 0.0) for found in cases.values()] for i in ran}
+
+
+def short(names: list[str]) -> list[str]:
+    """Names without the parts, between hyphens, that all of them share."""
+    parts = [name.split("-") for name in names]
+    if len(names) < 2 or len({len(p) for p in parts}) > 1:
+        return names
+    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    return ["-".join(itertools.compress(p, differ)) for p in parts]

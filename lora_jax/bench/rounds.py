@@ -1,0 +1,140 @@
+"""One batch of equal prompts, timed: what `latency` repeats and `overhead` compares."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..cli_args import engine_args_from
+from ..config import EngineArgs
+from ..errors import ConfigError
+from ..request import LoRARequest, SamplingParams, TokensPrompt
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of one batch: until its last token, and until its last row had a first token."""
+
+    latency: float
+    ttft: float
+
+    def per_token(self, output_len: int) -> float | None:
+        """Seconds for each token after the first; None where there is none."""
+        return (self.latency - self.ttft) / (output_len - 1) if output_len > 1 else None
+
+
+def run_batch(
+    engine: Any,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    adapters: Sequence[LoRARequest | None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Round:
+    """Runs the prompts as one batch. adapters: one a prompt, None: base model. Raises what a request failed with.
+
+    Nothing is assumed of which call of `step` returns which tokens, but that they come once they are known.
+    """
+    requests = [
+        engine.make_request(TokensPrompt(prompt_token_ids=p), params, a) for p, a in zip(prompts, adapters, strict=True)
+    ]
+    unfinished = {request.request_id for request in requests}
+    first: dict[str, float] = {}
+    begin = now = clock()
+    for request in requests:
+        engine.add_request(request)
+    while unfinished:
+        assert engine.has_unfinished(), f"{len(unfinished)} requests of the batch never finished"
+        outputs = engine.step()
+        now = clock()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            if output.token_ids:
+                first.setdefault(output.request_id, now)
+            if output.finish_reason is not None:
+                unfinished.discard(output.request_id)
+    while engine.has_unfinished():  # what was begun ahead for rows that had ended, if anything
+        engine.step()
+    assert len(first) == len(requests), f"{len(requests) - len(first)} requests of the batch gave no token"
+    return Round(latency=now - begin, ttft=max(first.values()) - begin)
+
+
+def add_batch_arguments(group: argparse._ArgumentGroup, *, output_len: int | None = 128, several: bool = False) -> None:
+    """The batch's sizes, named as in `vllm bench latency`. output_len None: the benchmark chooses by device. several:
+    batch_size is a list, of one or more."""
+    if several:
+        text = "prompts of a batch; several numbers: one batch size after the other; not last before MODEL (default: 8)"
+        group.add_argument("--batch-size", type=positive, nargs="+", default=[8], metavar="N", help=text)
+    else:
+        group.add_argument("--batch-size", type=positive, default=8, help="prompts of the batch (default: %(default)s)")
+    group.add_argument("--input-len", type=positive, default=32, help="tokens a prompt (default: %(default)s)")
+    default = "128, on a CPU 16" if output_len is None else "%(default)s"
+    group.add_argument(
+        "--output-len", type=positive, default=output_len, help=f"tokens to generate (default: {default})"
+    )
+    group.add_argument(
+        "--lora-rank", type=positive, default=16, metavar="R", help="adapters' rank (default: %(default)s)"
+    )
+
+
+def batch_engine_args(options: argparse.Namespace, active: int, **more: Any) -> EngineArgs:
+    """The engine's options for a batch with up to `active` adapters, those that follow from the batch filled in where they
+    were not given; `more` wins. Raises: ConfigError."""
+    if active > options.batch_size:
+        raise ConfigError(
+            f"--num-active-loras {active} exceeds --batch-size {options.batch_size}: each active adapter needs a row"
+        )
+    if active:
+        more = {"enable_lora": True, **more}
+    args = engine_args_from(options, **more)
+    if args.enable_lora and active > args.max_loras:
+        raise ConfigError(f"--num-active-loras {active} needs --max-loras as large, not {args.max_loras}")
+    changes: dict[str, Any] = {}
+    if args.max_model_len is None:
+        changes["max_model_len"] = options.input_len + options.output_len
+    if args.max_num_seqs is None:
+        changes["max_num_seqs"] = options.batch_size
+    if args.max_lora_rank == "auto":
+        changes["max_lora_rank"] = options.lora_rank
+    return dataclasses.replace(args, **changes)
+
+
+def random_prompts(options: argparse.Namespace, vocab_size: int, seed: int) -> list[list[int]]:
+    """[batch_size][input_len] token ids, the same for the same seed."""
+    import numpy as np  # not at the top: wrong options should not wait for it
+
+    return np.random.default_rng(seed).integers(0, vocab_size, (options.batch_size, options.input_len)).tolist()
+
+
+def greedy(max_tokens: int, *, detokenize: bool) -> SamplingParams:
+    """Exactly max_tokens tokens, whatever they are."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=detokenize)
+
+
+def shared_out(adapters: Sequence[LoRARequest], rows: int) -> list[LoRARequest | None]:
+    """An adapter for each row, in turn; no adapters: base rows."""
+    return [adapters[i % len(adapters)] if adapters else None for i in range(rows)]
+
+
+def positive(text: str) -> int:
+    """argparse's type= of a number >= 1."""
+    return _at_least(1, text)
+
+
+def count(text: str) -> int:
+    """argparse's type= of a number >= 0."""
+    return _at_least(0, text)
+
+
+def _at_least(low: int, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    if value < low:
+        raise argparse.ArgumentTypeError(f"must be >= {low}, got {value}")
+    return value

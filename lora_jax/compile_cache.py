@@ -1,0 +1,79 @@
+"""What one start leaves for the next: JAX's compilation cache, and XLA's autotuning results beside it.
+
+Two processes may share a folder. An entry that cannot be read is compiled anew, with one warning for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from .log import log
+
+_UNREADABLE = "persistent compilation cache"  # in what JAX warns of, one warning an entry
+
+
+def use_compilation_cache(folder: str | None) -> str | None:
+    """Point JAX's persistent compilation cache at `folder` (None: the user's cache folder, "": no cache); a cache that the
+    process has configured already is left alone. Returns the folder in use."""
+    if folder == "":
+        return None
+    if configured := _configured():
+        return configured
+    path = folder or _default_cache()
+    if path is None:
+        log.warning("no compilation cache: there is no home folder; name one with compilation_cache_dir")
+        return None
+    jax.config.update("jax_compilation_cache_dir", path)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return path
+
+
+def _configured() -> str | None:
+    return getattr(jax.config, "jax_compilation_cache_dir", None)
+
+
+def _default_cache() -> str | None:
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user id that nobody has, as in containers
+        return None
+    return str(root / "lora_jax" / "xla")
+
+
+def autotune_folder(cache: str, device_kind: str) -> str | None:
+    """Where XLA keeps what it measured, made if need be: results of another XLA or card are no use. None: nowhere."""
+    folder = Path(cache) / "autotune" / f"jaxlib-{importlib.metadata.version('jaxlib')}" / device_kind.replace(" ", "_")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        log.warning("autotuning results are not kept: %s cannot be made (%s)", folder, e.strerror)
+        return None
+    return str(folder)
+
+
+@contextlib.contextmanager
+def one_warning() -> Iterator[None]:
+    """Around all that compiles at start: JAX's warnings about single cache entries become one line of the log, others pass."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            ours = [w for w in caught if _UNREADABLE in str(w.message)]
+            others = [w for w in caught if w not in ours]
+    if ours:
+        log.warning(
+            "%d entries of the compilation cache in %s could not be used and were compiled anew; the first: %s",
+            len(ours),
+            _configured(),
+            str(ours[0].message).splitlines()[0],
+        )
+    for w in others:
+        warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
