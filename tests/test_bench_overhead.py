@@ -64,6 +64,22 @@ def test_a_round_runs_every_variant_in_its_order(monkeypatch):
     assert ran == ["before", "after", "plain"]
 
 
+def test_prefill_is_the_median_of_several(monkeypatch):
+    seconds = iter([9.0, *(float(i) for i in (5, 1, 4, 100, 3, 0, 2, 50, 6))])
+    asked = []
+
+    def run_batch(engine, prompts, params, rows):
+        asked.append(params.max_tokens)
+        return Round(next(seconds), 0.5)
+
+    monkeypatch.setattr(overhead, "run_batch", run_batch)
+    engine = SimpleNamespace(model_config=SimpleNamespace(vocab_size=9), tokenizer=None)
+    options = parse("--batch-size", "1", "--output-len", "7")
+    options.batch_size = 1
+    assert overhead.run_variant(overhead.Variant(engine), options) == Measured(Round(9.0, 0.5), 4.0)
+    assert asked == [7] + [1] * 9
+
+
 def test_summary_by_hand():
     """Three rounds, 5 tokens; latency and time to first token in seconds."""
     plain = [Measured(Round(1.0, 0.2), 0.1), Measured(Round(2.0, 0.4), 0.2), Measured(Round(4.0, 0.8), 0.4)]

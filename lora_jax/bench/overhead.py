@@ -8,6 +8,7 @@ the plain engine in the same round. Several batch sizes are measured one after t
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ DESCRIPTION = (
     "Compare, in one process and on one set of base weights, an engine without LoRA, one with LoRA (idle, with one adapter, with "
     "several), and one whose steps all keep the LoRA ops (--no-specialize-lora), idle. Rounds alternate between them."
 )
+PREFILLS = 9
 ENGINES = ("plain", "specialized", "ops_left_in")
 PLAIN, BEFORE, AFTER = "plain", "before", "after"
 DEFAULTS = {"gpu": dict(output_len=128, num_rounds=20, num_iters_warmup=3)}
@@ -56,7 +58,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measured:
-    """One variant in one round: the batch, and the seconds of the same batch for one token only: prefill alone."""
+    """One variant in one round: the batch, and the seconds of the same batch for one token only, prefill alone: the median of
+    PREFILLS, as one takes milliseconds and varies by a tenth."""
 
     batch: Round
     prefill: float
@@ -221,8 +224,9 @@ def run_variant(variant: Variant, options: argparse.Namespace) -> Measured:
     engine, rows = variant.engine, shared_out(variant.adapters, options.batch_size)
     prompts = random_prompts(options, engine.model_config.vocab_size, options.seed)
     text = engine.tokenizer is not None
-    batch, prefill = (run_batch(engine, prompts, greedy(n, detokenize=text), rows) for n in (options.output_len, 1))
-    return Measured(batch, prefill.latency)
+    run = lambda length: run_batch(engine, prompts, greedy(length, detokenize=text), rows)  # noqa: E731
+    batch = run(options.output_len)
+    return Measured(batch, statistics.median(run(1).latency for _ in range(PREFILLS)))
 
 
 def programs_of(variant: Variant, options: argparse.Namespace) -> list[str]:
