@@ -122,6 +122,7 @@ class AttentionCase:
     pages: int
     window: int | None = None
     dtype: str = "bfloat16"
+    softcap: float | None = None
 
 
 ATTENTION_CASES = (
@@ -132,6 +133,8 @@ ATTENTION_CASES = (
     AttentionCase("tiny", 2, 4, 2, 16, 4, 20, dtype="float32"),
     AttentionCase("odd-head-window", 2, 4, 4, 24, 4, 30, window=8, dtype="float32"),
     AttentionCase("float16", 4, 8, 1, 80, 32, 5, dtype="float16"),
+    AttentionCase("softcap-one-head-a-group", 3, 2, 2, 32, 4, 30, dtype="float32", softcap=1.5),
+    AttentionCase("softcap-window", 3, 8, 4, 256, 16, 10, window=40, softcap=1.5),
 )
 
 

@@ -9,6 +9,7 @@ lengths. Sources: Su et al., "RoFormer", 2021; Dao et al., "Flash-Decoding for l
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,13 +19,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .online_softmax import NEG, chunk_pages, online_softmax, visible
+from .online_softmax import NEG, chunk_pages, online_softmax, scored, visible
 from .rope_cache import HeadNorms, check_heads, rotate, rotate_heads, split_heads, write_tokens
 from .tuning import attention_tiles
 
+Score = Callable[[jax.Array], jax.Array]  # from products of queries and keys to scores
+
 
 # ---- 1. the public op ------------------------------------------------------------------------------------------------
-@functools.partial(jax.jit, static_argnames=("heads", "scale", "window", "implementation", "interpret"))
+@functools.partial(jax.jit, static_argnames=("heads", "scale", "window", "softcap", "implementation", "interpret"))
 def decode_attention(
     qkv: jax.Array,
     rope: tuple[jax.Array, jax.Array],
@@ -35,6 +38,7 @@ def decode_attention(
     heads: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     norms: HeadNorms | None = None,
     implementation: str = "triton",
     interpret: bool = False,
@@ -43,7 +47,8 @@ def decode_attention(
 
     qkv [R, (H + 2K) * D] of kv's dtype (q heads, then k, then v), or float32 partial sums [S, R, (H + 2K) * D] of it;
     rope: cos and sin, float32 [R, D / 2]; kv [pages, page_size, 2, K, D], donated by the caller or copied;
-    block_tables int32 [R, P]; positions int32 [R] of the new tokens. window: how many tokens back a query sees, itself included.
+    block_tables int32 [R, P]; positions int32 [R] of the new tokens. window: how many tokens back a query sees,
+    itself included. softcap: see `scored`.
     A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
     """
     layout.check_implementation("decode_attention", implementation)
@@ -52,9 +57,10 @@ def decode_attention(
     for name, x, shape in (("block_tables", block_tables, (rows, None)), ("positions", positions, (rows,))):
         if x.dtype != jnp.int32 or x.ndim != len(shape) or x.shape[0] != rows:
             raise ValueError(f"decode_attention: {name} must be int32 with {rows} rows, got {x.dtype} {x.shape}")
+    score = functools.partial(scored, scale=scale, softcap=softcap)
     if implementation == "xla":
-        return _xla(qkv, rope, kv, block_tables, positions, heads, scale, window, norms)
-    return _triton(qkv, rope, kv, block_tables, positions, heads, scale, window, norms, interpret)
+        return _xla(qkv, rope, kv, block_tables, positions, heads, score, window, norms)
+    return _triton(qkv, rope, kv, block_tables, positions, heads, score, window, norms, interpret)
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
@@ -96,7 +102,7 @@ def _rotated(qkv, cos, sin, norm, eps, base, p: _Head, dtype) -> jax.Array:
     )
 
 
-def _kernel(*refs, heads: int, scale: float, window: int | None, eps: float | None, tiles):
+def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | None, tiles):
     """Program (row, KV head, part): the head's G queries over one part of the row's tokens; part 0 also the new token.
 
     refs: qkv, cos, sin, kv [pages, page_size, 2, K, D], tables [R, P], positions [R], with eps also the scales of q's and k's
@@ -148,13 +154,13 @@ def _kernel(*refs, heads: int, scale: float, window: int | None, eps: float | No
             index = (*at, _full(i, (1, padded)), _full(head, (1, padded)), dim[None])
             plgpu.store(kv_out.at[*index], value, mask=inside)
 
-    m = jnp.sum(q_gd.astype(jnp.float32) * k_1d.astype(jnp.float32), axis=1) * scale
+    m = score(jnp.sum(q_gd.astype(jnp.float32) * k_1d.astype(jnp.float32), axis=1))
     state = (
         jnp.where(own, m, NEG),
         jnp.where(own, jnp.ones((g_pad,), jnp.float32), 0.0),
         jnp.where(own, jnp.broadcast_to(v_1d.astype(jnp.float32), (g_pad, padded)), 0.0),
     )
-    attend = functools.partial(_attend_one if tiles.vector else _attend_group, q_gd, scale)
+    attend = functools.partial(_attend_one if tiles.vector else _attend_group, q_gd, score)
     m, n, acc = lax.fori_loop(begin, end, lambda step, s: attend(s, *keys_and_values(step)), state)
     if tiles.parts == 1:
         acc = acc / n[:, None]
@@ -168,11 +174,11 @@ def _kernel(*refs, heads: int, scale: float, window: int | None, eps: float | No
         plgpu.store(total.at[*index], n, mask=in_g)
 
 
-def _attend_group(q_gd, scale, state, seen, k_td, v_td):
+def _attend_group(q_gd, score: Score, state, seen, k_td, v_td):
     """One step of the online softmax for G queries, on tensor cores."""
     m, n, acc = state
     precision = lax.Precision.HIGHEST if q_gd.dtype == jnp.float32 else lax.Precision.DEFAULT
-    s_gt = jnp.dot(q_gd, k_td.T, precision=precision, preferred_element_type=jnp.float32) * scale
+    s_gt = score(jnp.dot(q_gd, k_td.T, precision=precision, preferred_element_type=jnp.float32))
     s_gt = jnp.where(seen[None, :], s_gt, NEG)
     m_new = jnp.maximum(m, jnp.max(s_gt, axis=1))
     p_gt = jnp.where(seen[None, :], jnp.exp(s_gt - m_new[:, None]), 0.0)
@@ -181,10 +187,10 @@ def _attend_group(q_gd, scale, state, seen, k_td, v_td):
     return m_new, n * fade + jnp.sum(p_gt, axis=1), acc * fade[:, None] + pv_gd
 
 
-def _attend_one(q_1d, scale, state, seen, k_td, v_td):
+def _attend_one(q_1d, score: Score, state, seen, k_td, v_td):
     """The same for one query, without them: less latency."""
     m, n, acc = state
-    s_t = jnp.sum(k_td.astype(jnp.float32) * q_1d.astype(jnp.float32), axis=1) * scale
+    s_t = score(jnp.sum(k_td.astype(jnp.float32) * q_1d.astype(jnp.float32), axis=1))
     s_t = jnp.where(seen, s_t, NEG)
     m_new = jnp.maximum(m, jnp.max(s_t))
     p_t = jnp.where(seen, jnp.exp(s_t - m_new), 0.0)
@@ -194,7 +200,7 @@ def _attend_one(q_1d, scale, state, seen, k_td, v_td):
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
-def _triton(qkv, rope, kv, tables, positions, heads, scale, window, norms, interpret):
+def _triton(qkv, rope, kv, tables, positions, heads, score: Score, window, norms, interpret):
     rows, (kv_heads, size) = qkv.shape[-2], kv.shape[3:]
     context = tables.shape[1] * kv.shape[1]
     tiles = attention_tiles(rows, kv_heads, heads // kv_heads, context, size, kv.dtype.itemsize)
@@ -202,7 +208,7 @@ def _triton(qkv, rope, kv, tables, positions, heads, scale, window, norms, inter
         functools.partial(
             _kernel,
             heads=heads,
-            scale=scale,
+            score=score,
             window=window,
             eps=None if norms is None else norms.eps,
             tiles=tiles,
@@ -227,17 +233,17 @@ def _triton(qkv, rope, kv, tables, positions, heads, scale, window, norms, inter
 
 
 # ---- 4. the plain-JAX form -------------------------------------------------------------------------------------------
-def _xla(qkv, rope, kv, tables, positions, heads, scale, window, norms):
+def _xla(qkv, rope, kv, tables, positions, heads, score: Score, window, norms):
     if qkv.ndim == 3:
         qkv = jnp.sum(qkv, axis=0).astype(kv.dtype)
     q, k, v = rotate_heads(*split_heads(qkv, kv, heads), rope, norms)
     page_size = kv.shape[1]
     pages = jnp.take_along_axis(tables, positions[:, None] // page_size, 1)[:, 0]
     kv = write_tokens(kv, k, v, pages * page_size + positions % page_size)
-    return _attend_pages(q, kv, tables, positions, scale, window).reshape(q.shape[0], -1), kv
+    return _attend_pages(q, kv, tables, positions, score, window).reshape(q.shape[0], -1), kv
 
 
-def _attend_pages(q, kv, tables, positions, scale: float, window: int | None) -> jax.Array:
+def _attend_pages(q, kv, tables, positions, score: Score, window: int | None) -> jax.Array:
     """q [R, H, D] over all tokens up to each row's position: [R, H, D]."""
     r, h, d = q.shape
     _, page_size, _, k_heads, _ = kv.shape
@@ -250,7 +256,7 @@ def _attend_pages(q, kv, tables, positions, scale: float, window: int | None) ->
         pages = lax.dynamic_slice(tables, (0, i * c), (r, c))
         kv_rs2kd = kv[pages].reshape(r, s, 2, k_heads, d)
         mask_rs = visible(i * s + jnp.arange(s)[None], positions[:, None], window)
-        scores = jnp.einsum("rkgd,rskd->rkgs", q_rkgd, kv_rs2kd[:, :, 0], preferred_element_type=jnp.float32) * scale
+        scores = score(jnp.einsum("rkgd,rskd->rkgs", q_rkgd, kv_rs2kd[:, :, 0], preferred_element_type=jnp.float32))
         # a page may hold another request's leftovers: 0 * NaN would still be NaN
         values = jnp.where(mask_rs[:, :, None, None], kv_rs2kd[:, :, 1], 0)
         return scores, mask_rs[:, None, None, :], values

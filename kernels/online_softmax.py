@@ -1,4 +1,5 @@
-"""What the plain-JAX forms of decode and prefill attention share: an online softmax over chunks of pages.
+"""What decode and prefill attention share: how scores are made, and, for the plain-JAX forms, an online softmax over chunks of
+pages.
 
 Cost follows the longest live context, not the table's width: the chunk loop has a dynamic trip count. A chunk that is masked
 for a row adds exact zeros to it, so a row's bits do not depend on the other rows' lengths.
@@ -45,6 +46,13 @@ def online_softmax(
     )
     _, norm, acc = lax.fori_loop(0, steps, body, start)
     return acc / jnp.maximum(norm, 1e-30)[..., None]
+
+
+def scored(products: jax.Array, scale: float, softcap: float | None) -> jax.Array:
+    """Scores from the products of queries and keys, float32: scaled, and with a soft cap pressed into (-softcap, softcap)
+    (Gemma Team, "Gemma 2", 2024)."""
+    scores = products * scale
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def visible(key_pos: jax.Array, query_pos: jax.Array, window: int | None) -> jax.Array:

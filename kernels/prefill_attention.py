@@ -8,6 +8,7 @@ Source of the method: Dao et al., "FlashAttention", 2022.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .online_softmax import NEG, chunk_pages, online_softmax, visible
+from .online_softmax import NEG, chunk_pages, online_softmax, scored, visible
 
 BLOCK_TOKENS = 64  # queries of one block, all of one sequence
 STAGED_BYTES = 64 << 10  # keys and values in shared memory; the smallest cards have 99 KB
 
 
+Score = Callable[[jax.Array], jax.Array]  # from products of queries and keys to scores
+
+
 # ---- 1. the public op ------------------------------------------------------------------------------------------------
-@functools.partial(jax.jit, static_argnames=("scale", "window", "implementation", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "implementation", "interpret"))
 def prefill_attention(
     q: jax.Array,
     kv: jax.Array,
@@ -34,6 +38,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     implementation: str = "triton",
     interpret: bool = False,
 ) -> jax.Array:
@@ -43,7 +48,7 @@ def prefill_attention(
     page_list int32 [3, N]: page id, sequence (-1: unused; used entries come first, those of a sequence side by side in order),
     position of the page's first token; blocks int32 [4, B]: first token, tokens (at most BLOCK_TOKENS, 0: unused), position of
     the first token, index of its sequence's first entry in the page list; together they hold every token once.
-    window: how many tokens back a query sees, itself included. Raises: ValueError naming the operand.
+    window: how many tokens back a query sees, itself included. softcap: see `scored`. Raises: ValueError naming the operand.
     """
     layout.check_implementation("prefill_attention", implementation)
     if q.ndim != 3 or kv.ndim != 5 or kv.shape[2] != 2 or q.shape[2] != kv.shape[4] or q.shape[1] % kv.shape[3]:
@@ -58,9 +63,10 @@ def prefill_attention(
     for name, x, lead in (("page_list", page_list, 3), ("blocks", blocks, 4)):
         if x.dtype != jnp.int32 or x.ndim != 2 or x.shape[0] != lead:
             raise ValueError(f"prefill_attention: {name} must be int32 with {lead} rows, got {x.dtype} {x.shape}")
+    score = functools.partial(scored, scale=scale, softcap=softcap)
     if implementation == "xla":
-        return _xla(q, kv, positions, sequences, page_list, scale, window)
-    return _triton(q, kv, page_list[0], blocks, scale=scale, window=window, interpret=interpret)
+        return _xla(q, kv, positions, sequences, page_list, score, window)
+    return _triton(q, kv, page_list[0], blocks, score=score, window=window, interpret=interpret)
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
@@ -71,7 +77,7 @@ def _kernel(
     blocks,  # [4, B] int32
     out,  # [T, H, D]
     *,
-    scale: float,
+    score: Score,
     window: int | None,
     block_q: int,
     block_t: int,
@@ -111,7 +117,7 @@ def _kernel(
             of = lambda half: (*where, jnp.full(shape, half), jnp.full(shape, lax.div(head, group)), d)  # noqa: E731
             k_td = plgpu.load(kv.at[*of(0)], mask=mask_td, other=0)
             v_td = plgpu.load(kv.at[*of(1)], mask=mask_td, other=0)
-            s_qt = jnp.dot(q_qd, k_td.T, precision=precision, preferred_element_type=jnp.float32) * scale
+            s_qt = score(jnp.dot(q_qd, k_td.T, precision=precision, preferred_element_type=jnp.float32))
             seen = visible(t[None], query, window) & (own < tokens)[:, None]
             s_qt = jnp.where(seen, s_qt, NEG)
             m_new = jnp.maximum(m, jnp.max(s_qt, axis=1))
@@ -130,7 +136,7 @@ def _kernel(
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
-def _triton(q, kv, pages, blocks, *, scale: float, window: int | None, interpret: bool) -> jax.Array:
+def _triton(q, kv, pages, blocks, *, score: Score, window: int | None, interpret: bool) -> jax.Array:
     (_, heads, size), item = q.shape, q.dtype.itemsize
     # float32 products run without tensor cores, where a large tile takes minutes to compile
     block_q = BLOCK_TOKENS if item < 4 else 16
@@ -138,7 +144,7 @@ def _triton(q, kv, pages, blocks, *, scale: float, window: int | None, interpret
     while block_t > 16 and 4 * block_t * max(16, 1 << (size - 1).bit_length()) * item > STAGED_BYTES:
         block_t //= 2
     return pl.pallas_call(
-        functools.partial(_kernel, scale=scale, window=window, block_q=block_q, block_t=block_t),
+        functools.partial(_kernel, score=score, window=window, block_q=block_q, block_t=block_t),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(blocks.shape[1] * (BLOCK_TOKENS // block_q), heads),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
@@ -148,7 +154,7 @@ def _triton(q, kv, pages, blocks, *, scale: float, window: int | None, interpret
 
 
 # ---- 4. the plain-JAX form -------------------------------------------------------------------------------------------
-def _xla(q, kv, positions, sequences, page_list, scale: float, window: int | None) -> jax.Array:
+def _xla(q, kv, positions, sequences, page_list, score: Score, window: int | None) -> jax.Array:
     t, h, d = q.shape
     _, page_size, _, k_heads, _ = kv.shape
     c = chunk_pages(page_list.shape[1], page_size, 256)
@@ -166,7 +172,7 @@ def _xla(q, kv, positions, sequences, page_list, scale: float, window: int | Non
         owner = jnp.repeat(part(owners), page_size)
         mine = (owner[None] == sequences[:, None]) & (owner[None] >= 0)
         mask_ts = mine & visible(key_pos[None], positions[:, None], window)
-        scores = jnp.einsum("kgtd,skd->kgts", q_kgtd, kv_s2kd[:, 0], preferred_element_type=jnp.float32) * scale
+        scores = score(jnp.einsum("kgtd,skd->kgts", q_kgtd, kv_s2kd[:, 0], preferred_element_type=jnp.float32))
         # One product serves all sequences, and 0 * NaN would be NaN: a value that is not finite counts as 0 there, and
         # makes the score of its own sequence NaN instead.
         finite = jnp.isfinite(kv_s2kd[:, 1])

@@ -129,7 +129,7 @@ def _call(op: str, case: Any, implementation: str) -> Callable[..., tuple[Any, l
     if op == "expand":
         how["slices"] = case.linear.slices
         return jax.jit(lambda f, layer, carry: (None, [lora_expand(carry[0], f[0], f[1], f[2], layer, **how)]))
-    how |= dict(heads=case.heads, scale=case.head_dim**-0.5, window=case.window)
+    how |= dict(heads=case.heads, scale=case.head_dim**-0.5, window=case.window, softcap=case.softcap)
 
     def attend(f, table, carry):
         out, kv = decode_attention(f[0], f[1], carry[0], table, f[2], **how)

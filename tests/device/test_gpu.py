@@ -62,7 +62,7 @@ def test_prefill_equals_float64(number):
     case, norms = ATTENTION_CASES[number], number % 2 == 0
     spans = ((0, 1), (10, 9), (3, BLOCK_TOKENS), (37, 2 * BLOCK_TOKENS + 22))
     given = attention_oracle.prefill_inputs(case, spans, 243, BLOCK_TOKENS, norms=norms, parts=2 * norms)
-    checks.check_prefill(given, case.window, "triton")
+    checks.check_prefill(given, "triton", window=case.window, softcap=case.softcap)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 33, 64])

@@ -58,7 +58,7 @@ def jobs() -> dict[str, tuple[int, Job]]:
     """name -> (kernels that it may be, what to compile)."""
     out: dict[str, tuple[int, Job]] = {}
     for i, case in enumerate(_attention_cases()):
-        options = dict(heads=case.heads, scale=0.1, window=case.window)
+        options = dict(heads=case.heads, scale=0.1, window=case.window, softcap=case.softcap)
         tables, rows = array((case.rows, case.pages)), array((case.rows,))
         context, item = case.pages * case.page_size, jnp.dtype(case.dtype).itemsize
         tiles = attention_tiles(case.rows, case.kv_heads, case.heads // case.kv_heads, context, case.head_dim, item)
@@ -68,7 +68,7 @@ def jobs() -> dict[str, tuple[int, Job]]:
         if case.name.endswith(("-8", "-p16")):
             q, ids = array((PREFILL, case.heads, case.head_dim), case.dtype), array((PREFILL,))
             kv, lists = _heads(case, 1, 0)[2], (array((3, 64)), array((4, PREFILL // BLOCK_TOKENS + 4)))
-            op = functools.partial(prefill_attention, scale=0.1, window=case.window)
+            op = functools.partial(prefill_attention, scale=0.1, window=case.window, softcap=case.softcap)
             out[f"prefill-{case.name}"] = 1, (op, (q, kv, ids, ids, *lists))
             out[f"rope-{case.name}"] = (
                 1,

@@ -30,20 +30,21 @@ def small(**kind) -> oracle.Prefill:
 def test_equals_float64(case, form):
     bucket = sum(n for _, n in SPANS) + 11
     assert bucket % TILE_TOKENS, "the last tile must not be full"
-    checks.check_prefill(oracle.prefill_inputs(case, SPANS, bucket, BLOCK_TOKENS), case.window, form)
+    given = oracle.prefill_inputs(case, SPANS, bucket, BLOCK_TOKENS)
+    checks.check_prefill(given, form, window=case.window, softcap=case.softcap)
 
 
 @pytest.mark.parametrize("form", checks.FORMS)
 @pytest.mark.parametrize("window", [1, 6, 70])
 def test_windows(window, form):
     given = oracle.prefill_inputs(SMALL, SPANS, 240, BLOCK_TOKENS)
-    checks.check_prefill(given, window, form)
+    checks.check_prefill(given, form, window=window)
 
 
 @pytest.mark.parametrize("block", [1, 5, 16, 40])
 def test_shorter_blocks_are_as_good(block):
     """Whoever makes the blocks may cut them anywhere."""
-    checks.check_prefill(oracle.prefill_inputs(SMALL, SMALL_SPANS, 32, block), None, "interpret")
+    checks.check_prefill(oracle.prefill_inputs(SMALL, SMALL_SPANS, 32, block), "interpret", window=None)
 
 
 @pytest.mark.parametrize("form", checks.FORMS)
@@ -62,11 +63,11 @@ def test_a_nan_stays_in_its_sequence(victim, form):
     """The other sequences' bits do not change, and the NaN does not turn into a number."""
     given = small()
     q, kv = checks.check_rope(given, "xla")
-    clean = checks.prefill(q, kv, given, None, form)
+    clean = checks.prefill(q, kv, given, form, window=None)
     page = given.page_list[0, given.page_list[1] == victim][0]
     kv = kv.copy()
     kv[page, 0, 1, 0, 3] = np.nan  # one feature of the sequence's first value, which all its queries see
-    got = checks.prefill(q, kv, given, None, form)
+    got = checks.prefill(q, kv, given, form, window=None)
     own = given.sequences == victim
     others = (given.sequences >= 0) & ~own
     assert checks.same_bits(got[others], clean[others]) and np.isfinite(got[others]).all()
@@ -76,12 +77,12 @@ def test_a_nan_stays_in_its_sequence(victim, form):
 def test_a_sequences_bits_do_not_depend_on_the_others():
     given = small()
     q, kv = checks.check_rope(given, "xla")
-    clean = checks.prefill(q, kv, given, None, "interpret")
+    clean = checks.prefill(q, kv, given, "interpret", window=None)
     mine = given.sequences == 2
     other = kv + np.where(np.isin(np.arange(len(kv)), given.page_list[0, given.page_list[1] == 2]), 0, 1).reshape(
         -1, *[1] * 4
     ).astype(kv.dtype)
-    changed = checks.prefill(np.where(mine[:, None, None], q, q + 1), other, given, None, "interpret")
+    changed = checks.prefill(np.where(mine[:, None, None], q, q + 1), other, given, "interpret", window=None)
     assert checks.same_bits(changed[mine], clean[mine])
     assert not np.array_equal(changed[given.sequences == 0], clean[given.sequences == 0])
 

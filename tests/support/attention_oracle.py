@@ -164,7 +164,16 @@ def written(given: Decode | Prefill) -> np.ndarray:
     return kv
 
 
-def attention(q: np.ndarray, kv: np.ndarray, pages: np.ndarray, position: int, *, scale: float, window: int | None):
+def attention(
+    q: np.ndarray,
+    kv: np.ndarray,
+    pages: np.ndarray,
+    position: int,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+):
     """One query [H, D] float64 at `position`, against the tokens that lie in `pages`: [H, D]."""
     size, group = kv.shape[1], len(q) // kv.shape[3]
     t = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
@@ -172,26 +181,35 @@ def attention(q: np.ndarray, kv: np.ndarray, pages: np.ndarray, position: int, *
     out = np.zeros_like(q)
     for head in range(len(q)):
         scores = own[:, 0, head // group] @ q[head] * scale
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         p = np.exp(scores - scores.max())
         out[head] = p / p.sum() @ own[:, 1, head // group]
     return out
 
 
-def decode(given: Decode, *, scale: float, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def decode(
+    given: Decode, *, scale: float, window: int | None, softcap: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(outputs float64 [R, H, D], the cache afterwards)."""
     q, kv = new_heads(given)[0], written(given)
     rows = zip(q, given.tables, given.positions, strict=True)
-    out = [attention(own, kv, table, int(position), scale=scale, window=window) for own, table, position in rows]
+    out = [
+        attention(own, kv, table, int(position), scale=scale, window=window, softcap=softcap)
+        for own, table, position in rows
+    ]
     return np.stack(out), kv
 
 
-def prefill(given: Prefill, *, scale: float, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def prefill(
+    given: Prefill, *, scale: float, window: int | None, softcap: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(outputs float64 [tokens, H, D] of the tokens that are no padding, the cache afterwards)."""
     q, kv = new_heads(given)[0], written(given)
     out = []
     for i in range(given.tokens):
         pages = given.page_list[0, given.page_list[1] == given.sequences[i]]
-        out.append(attention(q[i], kv, pages, int(given.positions[i]), scale=scale, window=window))
+        out.append(attention(q[i], kv, pages, int(given.positions[i]), scale=scale, window=window, softcap=softcap))
     return np.stack(out), kv
 
 

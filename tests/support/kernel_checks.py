@@ -68,25 +68,31 @@ def check_cache(got: np.ndarray, want: np.ndarray, given: oracle.Decode | oracle
     assert same_bits(rest, given.kv), "the cache changed where no new token lies"
 
 
+def scoring(case: Any) -> dict[str, Any]:
+    return dict(scale=case.head_dim**-0.5, window=case.window, softcap=case.softcap)
+
+
 def decode(given: oracle.Decode, case: Any, form: str) -> tuple[np.ndarray, np.ndarray]:
     """(outputs [R, H, D], cache)."""
-    options = dict(heads=given.heads, scale=case.head_dim**-0.5, window=case.window, norms=_norms(given), **how(form))
+    options = dict(heads=given.heads, norms=_norms(given), **scoring(case), **how(form))
     out, kv = run(decode_attention, given.qkv, given.rope, given.kv, given.tables, given.positions, **options)
     return out.reshape(case.rows, case.heads, case.head_dim), kv
 
 
 def check_decode(case: Any, form: str, **kind: Any) -> None:
     """kind: `parts` and `norms` of decode_inputs."""
-    given, options = oracle.decode_inputs(case, **kind), dict(scale=case.head_dim**-0.5, window=case.window)
+    given, options = oracle.decode_inputs(case, **kind), scoring(case)
     want, kv = oracle.decode(given, **options)
     got, got_kv = decode(given, case, form)
     check_rows(got, want, case.dtype)
     check_cache(got_kv, kv, given)
     # the bound tells one token more or fewer
     past = np.maximum(given.positions - 1, 0)
-    fewer, q = options["window"] and options["window"] - 1, oracle.new_heads(given)[0]
-    short = oracle.attention(q[0], kv, given.tables[0], int(past[0]), scale=options["scale"], window=fewer)
-    assert np.linalg.norm(short - want[0]) > 1.5 * ATTENTION_BOUND[case.dtype] * np.linalg.norm(want[0])
+    q, far = oracle.new_heads(given)[0], 1.5 * ATTENTION_BOUND[case.dtype] * np.linalg.norm(want[0])
+    one = lambda at, **other: oracle.attention(q[0], kv, given.tables[0], int(at[0]), **{**options, **other})  # noqa: E731
+    assert np.linalg.norm(one(past, window=case.window and case.window - 1) - want[0]) > far
+    if case.softcap is not None:  # and a cap from none
+        assert np.linalg.norm(one(given.positions, softcap=None) - want[0]) > far
 
 
 def check_neighbours(case: Any, form: str) -> None:
@@ -119,18 +125,18 @@ def check_rope(given: oracle.Prefill, form: str) -> tuple[np.ndarray, np.ndarray
     return q, kv
 
 
-def prefill(q: np.ndarray, kv: np.ndarray, given: oracle.Prefill, window: int | None, form: str) -> np.ndarray:
-    """[T, H, D]."""
-    options = dict(scale=q.shape[2] ** -0.5, window=window, **how(form))
+def prefill(q: np.ndarray, kv: np.ndarray, given: oracle.Prefill, form: str, **scores: Any) -> np.ndarray:
+    """[T, H, D]. scores: window, softcap."""
+    options = dict(scale=q.shape[2] ** -0.5, **scores, **how(form))
     lists = given.positions, given.sequences, given.page_list, given.blocks
     return run(prefill_attention, q, kv, *lists, **options)
 
 
-def check_prefill(given: oracle.Prefill, window: int | None, form: str) -> None:
+def check_prefill(given: oracle.Prefill, form: str, *, window: int | None, softcap: float | None = None) -> None:
     """Rotation and cache, then attention over what was written."""
     q, kv = check_rope(given, form)
-    want, _ = oracle.prefill(given, scale=q.shape[2] ** -0.5, window=window)
-    got = prefill(q, kv, given, window, form)
+    want, _ = oracle.prefill(given, scale=q.shape[2] ** -0.5, window=window, softcap=softcap)
+    got = prefill(q, kv, given, form, window=window, softcap=softcap)
     check_rows(got[: given.tokens], want, q.dtype.name)
 
 
