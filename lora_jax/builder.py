@@ -51,8 +51,8 @@ class Built:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where the model comes from. folder: None for a known shape."""
+class ModelSource:
+    """Where a model comes from. folder: None for a known shape."""
 
     folder: Any
     config: ModelConfig
@@ -70,7 +70,7 @@ def build(args: EngineArgs, weights: Built | None = None) -> Built:
 
 
 def _build(args: EngineArgs, weights: Built | None) -> Built:
-    source = _find(args)
+    source = find_model(args)
     setup = set_up_device(args.device, args.implementation, args.gpu_memory_utilization)
     dtype = _dtype(args, source.config, setup)
     tokenizer = _tokenizer(args, source)
@@ -128,9 +128,10 @@ def _name_and_path(item: str) -> tuple[str, str]:
     return name, path
 
 
-def _find(args: EngineArgs) -> _Source:
+def find_model(args: EngineArgs) -> ModelSource:
+    """The model that `args` name, without its weights. Raises: ConfigError, ModelLoadError."""
     if args.load_format == "dummy" and args.model in SHAPES:
-        return _Source(None, known_shape(args.model), GenerationDefaults())
+        return ModelSource(None, known_shape(args.model), GenerationDefaults())
     if (
         not os.path.exists(args.model)
         and (args.load_format == "dummy" or args.model in SHAPES)
@@ -141,7 +142,7 @@ def _find(args: EngineArgs) -> _Source:
         raise ModelLoadError(f"load_format=dummy: {args.model!r} is neither a folder nor one of {', '.join(SHAPES)}")
     folder = resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
     config, raw = load_config(folder)
-    return _Source(folder, config, load_generation_defaults(folder, raw))
+    return ModelSource(folder, config, load_generation_defaults(folder, raw))
 
 
 def _dtype(args: EngineArgs, config: ModelConfig, setup: DeviceSetup) -> Any:
@@ -153,7 +154,7 @@ def _dtype(args: EngineArgs, config: ModelConfig, setup: DeviceSetup) -> Any:
     return jnp.dtype(name)
 
 
-def _tokenizer(args: EngineArgs, source: _Source) -> Tokenizer | None:
+def _tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
     if args.tokenizer is not None:
         return Tokenizer.load(args.tokenizer, args.revision)
     if source.folder is None:
@@ -179,7 +180,7 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
 
 
 def _plan(
-    args: EngineArgs, source: _Source, setup: DeviceSetup, dtype: Any, lora: LoRAConfig | None, *, shared: bool
+    args: EngineArgs, source: ModelSource, setup: DeviceSetup, dtype: Any, lora: LoRAConfig | None, *, shared: bool
 ) -> tuple[RuntimeSpec, MemoryPlan]:
     """Sizes first, with a cache of one page, then the cache that fits. shared: the weights are there already."""
     model = source.config

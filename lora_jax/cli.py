@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from . import __version__
 from .cli_args import OptionParser, add_engine_arguments, add_options, build, engine_args_from, lora_module, model_of
@@ -16,11 +17,12 @@ from .errors import ConfigError, LoraJaxError
 from .server.options import ServerArgs
 
 DEMO = "demo"  # the model name that stands for the demo's own model and adapters
+INTERRUPTED = 130  # as shells report SIGINT
 SERVE_PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit code: 2 for wrong options, 1 for what failed later."""
+    """Runs a command line; returns its exit code: 2 for wrong options, 1 for what failed later, 130 after an interrupt."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(args)
@@ -29,7 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LoraJaxError as exc:
         return _fail(exc, 1)
     except KeyboardInterrupt:
-        return 130
+        # Behind a progress bar, or the terminal's ^C.
+        print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+
+
+def command(argv: Sequence[str] | None = None) -> NoReturn:
+    """`main` as a process. An interrupted one ends at once: leaving the normal way would wait for threads, and a second
+    interrupt of that wait prints a traceback."""
+    code = main(argv)
+    if code == INTERRUPTED:
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _fail(exc: Exception, code: int) -> int:
@@ -74,14 +88,19 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def serve_args(options: argparse.Namespace) -> tuple[ServerArgs, EngineArgs]:
-    """Both halves of the options, checked. The model `demo` stands for the demo's files. Raises: ConfigError."""
+    """Both halves of the options, checked. The model `demo` stands for the demo's files and, where none are given, its sizes.
+
+    Raises: ConfigError.
+    """
     server = build(ServerArgs, options)
     more: dict[str, Any] = {"enable_lora": True} if server.enable_runtime_lora_updating else {}
     if model_of(options) == DEMO:
-        assets = importlib.import_module("lora_jax.demo.assets").prepare()
+        demo = importlib.import_module("lora_jax.demo.assets")
+        assets = demo.prepare()
         shipped = [f"{name}={path}" for name, path in assets.lora_modules.items()]
         more["lora_modules"] = (*shipped, *map(lora_module, options.lora_modules))
         more["model"] = assets.model_path
+        more |= {name: size for name, size in demo.SIZES.items() if getattr(options, name) is None}
         server = dataclasses.replace(server, served_model_name=server.served_model_name or (DEMO,))
     engine = engine_args_from(options, **more)
     server.names(engine)  # refuses clashing names before anything is loaded
@@ -89,4 +108,4 @@ def serve_args(options: argparse.Namespace) -> tuple[ServerArgs, EngineArgs]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -67,6 +67,17 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as exc:  # a list takes what follows it, the model's name too
+            takes_model = any(a.dest == "model_tag" for a in self._actions)
+            if takes_model and action.nargs == "+" and not arg_string.lstrip("-").isdigit():
+                exc.message += (
+                    f" (if {arg_string} is the model: it goes before the options, or as --model {arg_string})"
+                )
+            raise
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(None if args is None else [_dashed(a) for a in args], namespace)
 

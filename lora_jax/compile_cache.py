@@ -6,9 +6,11 @@ Two processes may share a folder. An entry that cannot be read is compiled anew,
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import jax
 
 from .log import log
 
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"  # JAX compresses by it where it is installed, else by zlib
+_LARGEST_PROGRAM = 1 << 32
 _UNREADABLE = "persistent compilation cache"  # in what JAX warns of, one warning an entry
 
 
@@ -75,5 +79,34 @@ def one_warning() -> Iterator[None]:
             _configured(),
             str(ours[0].message).splitlines()[0],
         )
+        _remove_damaged(_configured())
     for w in others:
         warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+
+
+def _remove_damaged(folder: str | None) -> None:
+    """JAX never writes over an entry that exists: one that was cut short, by a kill or a full disk, would stay for ever."""
+    for path in Path(folder).glob("*-cache") if folder else ():
+        with contextlib.suppress(OSError):
+            if not _whole(path.read_bytes()):
+                path.unlink(missing_ok=True)
+
+
+def _whole(entry: bytes) -> bool:
+    """Whether it can be decompressed, as far as can be told."""
+    if not entry.startswith(_ZSTANDARD):
+        decompressor = zlib.decompressobj()
+        try:
+            decompressor.decompress(entry)
+        except zlib.error:
+            return False
+        return decompressor.eof
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ModuleNotFoundError:
+        return True
+    try:
+        zstandard.ZstdDecompressor().decompress(entry, max_output_size=_LARGEST_PROGRAM)
+    except zstandard.ZstdError:
+        return False
+    return True

@@ -159,6 +159,8 @@ class EngineArgs:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: use 1")
+        if isinstance(self.seed, int) and self.seed < 0:
+            raise ConfigError(f"seed must be >= 0, got {self.seed}")
         if not 0 <= self.max_logprobs <= 1000:
             raise ConfigError(f"max_logprobs must be in [0, 1000], got {self.max_logprobs}")
         if self.lora_modules and not self.enable_lora:

@@ -48,7 +48,8 @@ class Engine:
         self.step_table = built.runtime.table
         spec = built.runtime.spec
         self.model_config, self.dtype, self.device = spec.model, spec.dtype, spec.setup.device
-        self.max_model_len = spec.builder.scheduler.max_model_len
+        self.scheduler_config = spec.builder.scheduler  # with every size settled
+        self.max_model_len = self.scheduler_config.max_model_len
         self._slots = SlotManager(spec.lora.config.max_loras, spec.lora.config.max_cpu_loras) if spec.lora else None
         self._scheduler = self._new_scheduler()
         self._in_flight: InFlight | None = None  # dispatched and not read yet
@@ -59,7 +60,10 @@ class Engine:
         self._ids = itertools.count()
         self._counts = dict(steps=0, prompt_tokens=0, generation_tokens=0, slot_writes=0, failed_steps=0)
         self._failed_in_a_row = 0
-        self._torn = False  # an interrupt came while a request was added
+        # What an interrupt or a fault left half done, in `add_request` or in `step`: the next step starts over. Set before and
+        # cleared after, not in a handler, which a second interrupt would cut short.
+        self._torn = self._stale = False
+        self._undelivered: list[StepOutput] = []
         self._dead: Exception | None = None
         for adapter in built.adapters:
             assert self._slots is not None
@@ -118,13 +122,14 @@ class Engine:
                 raise RequestError(
                     f"request {request.request_id!r} has ended: make a new one with make_request", param="request_id"
                 )
+            self._torn = True
             try:
                 self._outputs[request.request_id] = OutputState.of(request, self.tokenizer)
                 self._scheduler.add(request)
             except BaseException:  # an interrupt
                 self._outputs.pop(request.request_id, None)
-                self._torn = True
                 raise
+            self._torn = False
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; an unknown or finished one is ignored."""
@@ -134,8 +139,16 @@ class Engine:
                 self._aborts.append(state.request)
 
     def has_unfinished(self) -> bool:
+        """Whether `step` has something to do that somebody waits for."""
         with self._lock:
-            return self._scheduler.has_unfinished()
+            left_over = bool(self._outputs) and (self._stale or self._torn)
+            return left_over or bool(self._undelivered) or self._scheduler.has_unfinished()
+
+    def drain(self) -> None:
+        """Read a step that was begun ahead for requests that had ended, if there is one: it keeps them and their adapters.
+        For whoever calls `step`, when nothing is unfinished."""
+        if self._in_flight is not None and self._dead is None and not self.has_unfinished():
+            self._undelivered = self.step()
 
     # -- the loop --
 
@@ -144,26 +157,23 @@ class Engine:
         in no particular order. So the device has the next step before anybody looks at the tokens of this one, and a first
         call returns nothing. With nothing to plan it only reads.
 
-        A step that raises fails its own requests; all others are computed again. Raises EngineDeadError when it keeps
-        failing. After an interrupt every request is computed again.
+        A step that fails on the device fails its own requests; all others are computed again. Raises EngineDeadError when it
+        keeps failing. After an interrupt, or a fault outside the device that this call raises, the next call computes every
+        request again and returns what this one did not.
         """
         if self._dead is not None:
             raise EngineDeadError(f"the engine has stopped: {self._dead}")
-        try:
-            return self._step()
-        except Exception:
-            raise
-        except BaseException:  # an interrupt: plans are not resolved, and the pages may be lost
-            with self._lock:
-                self._start_over()
-            self._runtime.recover()
-            raise
+        if self._stale or self._torn:
+            self._start_over()
+        self._stale = True
+        self._step()
+        self._stale = False
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
 
-    def _step(self) -> list[StepOutput]:
+    def _step(self) -> None:
         with self._lock:
-            if self._torn:
-                self._start_over()
-            outputs = self._take_aborts()
+            self._take_aborts()
             plan = self._scheduler.plan()
         older, younger, error = self._in_flight, None, None
         if plan is not None:
@@ -178,32 +188,33 @@ class Engine:
             try:
                 result = self._runtime.read(older)
             except Exception as e:  # the younger step, if there is one, started from what this one lost
-                return outputs + self._recover(older.plan, e)
+                return self._recover(older.plan, e)
             self._failed_in_a_row = 0
             with self._lock:
-                outputs += self._resolve(older.plan, result)
+                self._resolve(older.plan, result)
         if error is not None:
             assert plan is not None
-            return outputs + self._recover(plan, error)
+            return self._recover(plan, error)
         self._in_flight = younger
-        return outputs
 
-    def _take_aborts(self) -> list[StepOutput]:
-        outputs = []
+    def _take_aborts(self) -> None:
         while self._aborts:
             request = self._aborts.popleft()
             if self._state_of(request) is not None:
                 self._scheduler.abort(request.request_id)
-                del self._outputs[request.request_id]
-                outputs.append(StepOutput(request.request_id, finish_reason="abort"))
-        return outputs
+                self._end(StepOutput(request.request_id, finish_reason="abort"))
+
+    def _end(self, output: StepOutput) -> None:
+        """The last output of a request."""
+        self._undelivered.append(output)
+        del self._outputs[output.request_id]
 
     def _state_of(self, request: Request) -> OutputState | None:
         """None: it has ended, also when another one has its id now."""
         state = self._outputs.get(request.request_id)
         return state if state is not None and state.request is request else None
 
-    def _resolve(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
+    def _resolve(self, plan: StepPlan, result: StepResult) -> None:
         self._counts["steps"] += 1
         if plan.phase == "prefill":
             self._counts["prompt_tokens"] += sum(row.num_tokens for row in plan.rows)
@@ -211,64 +222,71 @@ class Engine:
             state = self._state_of(request)
             if state is not None:
                 state.add_prompt_logprobs(position, logprobs)
-        outputs, tokens = [], 0
+        tokens = 0
         for request in self._scheduler.resolve(plan, result.tokens):
             token = request.token_ids[-1]
             if token < 0:
                 self._scheduler.finish(request, "abort")
-                del self._outputs[request.request_id]
-                outputs.append(failed(request.request_id, not_finite(request)))
+                self._end(failed(request.request_id, not_finite(request)))
                 continue
             tokens += 1
             out = self._outputs[request.request_id].advance(token, result.logprobs.get(request.request_id))
-            if out.finish_reason is not None:
-                request.stop_reason = out.stop_reason
-                self._scheduler.finish(request, out.finish_reason)
-                del self._outputs[request.request_id]
-            outputs.append(out)
+            if out.finish_reason is None:
+                self._undelivered.append(out)
+                continue
+            request.stop_reason = out.stop_reason
+            self._scheduler.finish(request, out.finish_reason)
+            self._end(out)
         self._counts["generation_tokens"] += tokens
-        return outputs
 
-    def _recover(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+    def _recover(self, plan: StepPlan, error: Exception) -> None:
         log.error("step %s failed; its requests fail, the others are computed again", plan.key, exc_info=error)
         self._in_flight = None
         self._counts["failed_steps"] += 1
         self._failed_in_a_row += 1
         with self._lock:
             self._forget_device_state()
-            outputs = []
             for row in plan.rows:
                 if self._state_of(row.request) is None:
                     continue
                 self._scheduler.finish(row.request, "abort")
-                del self._outputs[row.request.request_id]
                 cause = LoraJaxError(f"the step that computed this request failed: {type(error).__name__}: {error}")
-                outputs.append(failed(row.request.request_id, cause))
+                self._end(failed(row.request.request_id, cause))
             if self._failed_in_a_row >= MAX_FAILED_STEPS:
                 self._dead = error
                 raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed, last: {error}") from error
+        self._new_device_state()
+
+    def _new_device_state(self) -> None:
         try:
             self._runtime.recover()
         except Exception as again:
             self._dead = again
             raise EngineDeadError(f"the device state could not be made anew: {again}") from again
-        return outputs
 
     def _start_over(self) -> None:
-        """After an interrupt, which may have come anywhere in the bookkeeping: a new scheduler for the same requests."""
-        self._torn, self._in_flight = False, None
-        old, self._scheduler = self._scheduler, self._new_scheduler()
-        self._scheduler.preemptions = old.preemptions
-        if self._slots is not None:
-            self._slots.forget_slots(even_held=True)
-        for request_id, state in list(self._outputs.items()):
-            request = state.request
-            del request.token_ids[len(request.prompt_token_ids) + state.given :]  # what no output tells of
-            request.pages, request.row, request.slot, request.num_computed, request.pending = [], -1, -1, 0, 0
-            if request.finish_reason is None and request.num_output < request.max_tokens:
-                self._scheduler.add(request)
-            else:
-                del self._outputs[request_id]
+        """After an interrupt, which may have come anywhere in the bookkeeping, this method included: a new scheduler for the
+        same requests, and new device state."""
+        with self._lock:
+            self._in_flight = None
+            old, self._scheduler = self._scheduler, self._new_scheduler()
+            self._scheduler.preemptions = old.preemptions
+            if self._slots is not None:
+                self._slots.forget_slots(even_held=True)
+            told = {output.request_id for output in self._undelivered if output.finish_reason is not None}
+            for request_id, state in list(self._outputs.items()):
+                request = state.request
+                del request.token_ids[len(request.prompt_token_ids) + state.given :]  # what no output tells of
+                request.pages, request.row, request.slot, request.num_computed, request.pending = [], -1, -1, 0, 0
+                if request_id in told:
+                    del self._outputs[request_id]
+                elif request.finish_reason is None and request.num_output < request.max_tokens:
+                    self._scheduler.add(request)
+                else:  # its end was counted and never told
+                    self._end(failed(request_id, LoraJaxError("the request's last output was lost in an interrupt")))
+            self._torn = False
+        self._new_device_state()
+        self._stale = False
 
     def _forget_device_state(self) -> None:
         self._scheduler.reset_running()

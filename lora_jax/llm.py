@@ -134,6 +134,7 @@ class LLM:
                         if out.finished:
                             open_ids.remove(out.request_id)
                             bar.update()
+            self.engine.drain()
         finally:  # an interrupt must not leave requests behind
             for request_id in open_ids:
                 self.engine.abort(request_id)

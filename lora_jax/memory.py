@@ -23,6 +23,11 @@ class Sizes:
     def fixed(self) -> int:
         return self.weights + self.lora_slots + self.sampling_state + self.programs
 
+    @property
+    def by_batch(self) -> int:
+        """What grows with the rows and the prompt tokens of a step."""
+        return self.sampling_state + self.programs
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -81,21 +86,23 @@ def plan_memory(
         pages = num_pages
     length = wanted_len if max_model_len else max(1, min(model_positions, (pages - 1) * page_size))
     plan = MemoryPlan(sizes, limit, pages, page_size, length)
+    rows = " a smaller max_num_seqs or max_num_batched_tokens," if 2 * sizes.by_batch > sizes.fixed else ""
     if room < 2:
         slots = " fewer or smaller adapter slots (max_loras, max_lora_rank)," if sizes.lora_slots else ""
-        advice = (
-            f"this leaves no room for a KV cache: a smaller model, dtype=bfloat16,{slots} or a device with more memory"
-        )
+        advice = f"this leaves no room for a KV cache:{rows} a smaller model, dtype=bfloat16,{slots} or a device with more memory"
         raise CapacityError(_does_not_fit(plan, advice))
     if pages > room:
-        advice = "lower num_pages" if num_pages else "lower max_model_len or max_num_seqs"
+        advice = "lower max_model_len or max_num_seqs"
+        if num_pages:
+            advice = "lower num_pages, max_num_seqs" if rows else "lower num_pages"
         raise CapacityError(_does_not_fit(plan, f"{advice}, max_loras, max_lora_rank or max_num_batched_tokens"))
     if pages < pages_for(length) + 1:
         need = pages_for(length) + 1
         advice = f"one request of max_model_len={length} needs {need} pages; lower max_model_len or raise " + (
             "num_pages" if num_pages else "gpu_memory_utilization"
         )
-        raise CapacityError(_does_not_fit(plan, advice + ", or lower max_loras, max_lora_rank"))
+        others = "max_num_seqs, max_num_batched_tokens, max_loras" if rows else "max_loras"
+        raise CapacityError(_does_not_fit(plan, f"{advice}, or lower {others}, max_lora_rank"))
     return plan
 
 

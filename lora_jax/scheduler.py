@@ -109,6 +109,8 @@ class Scheduler:
             self._blocked = False
         del self._requests[request.request_id], self._order[request]
         request.finish_reason, request.pending = reason, 0
+        if request is self._lacks_slot:  # nothing that has ended is kept: it holds its adapter
+            self._lacks_slot, self._draining = None, None
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request with reason "abort". None: no such request, for instance because it has ended."""
@@ -239,6 +241,8 @@ class Scheduler:
                     lacking = True
                     continue
                 self._passes += lacking
+            if request is self._lacks_slot:
+                self._lacks_slot, self._draining = None, None
             row = self._chunk(request, budget)
             self._start(request, row.num_tokens)
             rows.append(row)

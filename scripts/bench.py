@@ -9,9 +9,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, installed or not
 
 try:
-    from lora_jax.cli import main
+    from lora_jax.cli import command
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: run this with the environment that holds the dependencies, such as .venv/bin/python")
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", *sys.argv[1:]]))
+    command(["bench", *sys.argv[1:]])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from lora_jax import engine as engine_module
 from lora_jax.bench import adapters, latency, machine, rounds, traffic
 from lora_jax.bench.cli import add_subcommands
 from lora_jax.cli import main
@@ -127,9 +128,21 @@ def test_random_adapters_differ_and_cover_the_decoder(tmp_path):
     [
         (["--batch-size", "2", "--num-active-loras", "3"], "needs a row"),
         (["--num-active-loras", "3", "--max-loras", "2"], "--max-loras"),
+        (["--num-active-loras", "2", "--no-enable-lora"], "--num-active-loras 2 contradicts --no-enable-lora"),
+        (["--lora-rank", "32"], "--lora-rank 32 is of active adapters, and there are none"),
+        (["--lora-rank", "32", "--enable-lora"], "--lora-rank 32 is of active adapters, and there are none"),
+        (["--num-active-loras", "1", "--lora-rank", "32", "--max-lora-rank", "8"], "do not fit --max-lora-rank 8"),
+        (["--num-active-loras", "1", "--max-lora-rank", "8"], "--lora-rank 16 do not fit --max-lora-rank 8"),
+        (
+            ["--output-len", "33", "--max-model-len", "64"],
+            "--output-len 33 are 65 tokens a row, more than --max-model-len 64",
+        ),
+        (["--batch-size", "5", "--max-num-seqs", "4"], "5 rows does not run at once with --max-num-seqs 4"),
+        (["--seed", "-1"], "seed must be >= 0, got -1"),
     ],
 )
-def test_impossible_adapter_counts_are_refused(options, message, capsys):
+def test_options_that_contradict_each_other_are_refused_before_anything_starts(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(engine_module, "Engine", lambda *args: pytest.fail("an engine was built"))
     with pytest.raises(ConfigError, match=message):
         latency.run(parse(["latency", "--model", "tiny", "--load-format", "dummy", *options]))
     assert main(["bench", "latency", "--model", "tiny", "--load-format", "dummy", *options]) == 2
@@ -148,6 +161,31 @@ def test_engine_options_that_follow_from_the_batch():
     assert (args.max_model_len, args.max_num_seqs, args.enable_lora) == (11, 4, False)
     args = rounds.batch_engine_args(parse([*common, "--lora-rank", "4", "--max-num-seqs", "9"]), 1)
     assert (args.max_num_seqs, args.enable_lora, args.max_lora_rank) == (9, True, 4)
+    limits = (
+        "--input-len 32 --output-len 32 --max-model-len 64 --batch-size 4 --max-num-seqs 4 --max-lora-rank 16".split()
+    )
+    args = rounds.batch_engine_args(parse([*common, *limits]), 4)
+    assert (args.max_model_len, args.max_num_seqs, args.max_lora_rank) == (64, 4, 16), "what just fits"
+    args = rounds.batch_engine_args(parse([*common, "--enable-lora"]), 0)
+    assert (args.enable_lora, args.max_lora_rank) == (True, "auto"), "idle: as an engine would choose"
+    assert not rounds.batch_engine_args(parse([*common, "--no-enable-lora"]), 0).enable_lora
+
+
+def test_latency_takes_one_batch_size():
+    assert parse(["latency", "--batch-size", "4", "tiny"]).batch_size == 4
+    with pytest.raises(ConfigError):
+        latency.model_of(parse(["latency", "--batch-size", "4", "8", "--model", "tiny"]))
+
+
+def test_the_rank_is_of_active_adapters():
+    for more, rank in (
+        ([], None),
+        (["--num-active-loras", "1"], 16),
+        (["--num-active-loras", "1", "--lora-rank", "4"], 4),
+    ):
+        options = parse(["latency", "m", *more])
+        latency.check(options)
+        assert options.lora_rank == rank
 
 
 def test_what_is_said_of_rounds():

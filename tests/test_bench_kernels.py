@@ -199,6 +199,7 @@ def test_medians_rates_and_shares(setup, monkeypatch):
     size = 2 * 80 * 2 * 2 * 16 * 4
     assert found == {
         "bytes": size,
+        "dtype": "float32",
         "triton": {"not_run": "needs a GPU"},
         "xla": {"us": 3e6, "rounds_us": [9e6, 1e6, 3e6], "gb_per_second": size / 3 / 1e9, "host_bound": False},
     }
@@ -206,20 +207,35 @@ def test_medians_rates_and_shares(setup, monkeypatch):
     assert kernels.with_shares(found, bandwidth)["xla"]["share"] == pytest.approx(0.5)
     found["xla"]["host_bound"] = True
     line = kernels.row("attention/tiny", found, bandwidth, 20)
-    assert line.split() == ["attention/tiny", "0.04", "needs", "a", "GPU", "3000000.00*", "0", "50%"]
+    assert line.split() == ["attention/tiny", "float32", "0.04", "needs", "a", "GPU", "3000000.00*", "0", "50%"]
     assert kernels.with_shares(found, Bandwidth(None, 1, "no room"))["xla"]["share"] is None
 
 
-def test_a_large_case_is_not_run_on_a_cpu_unasked(setup):
-    found = kernels.measure("attention", LARGE, setup, 1, {"triton": "needs a GPU"}, asked=False)
-    assert found["bytes"] == 64 * 2048 * 2 * 32 * 128 * 2 and "--only" in found["xla"]["not_run"]
-    assert "large for a CPU" in kernels.row("x", found, Bandwidth(1e9, 1), 10)
+def test_a_large_case_runs_on_a_cpu_only_by_its_full_name():
+    large = [f"attention/{name}-c2048" for name in ("llama2-7b-b8", "llama2-7b-b64", "llama3-8b-b64")]
+    for only in (None, ["attention"], ["attention/llama"]):
+        assert [n for n in kernels.too_large(kernels.chosen(only, cpu=True), only) if n.startswith("att")] == large
+    only = ["attention", large[0]]
+    assert kernels.too_large(kernels.chosen(only, cpu=True), only) == large[1:]
+    assert kernels.too_large(kernels.chosen(large[:1], cpu=True), large[:1]) == []
+    with pytest.raises(ConfigError, match=f"left out on a CPU.*full name, as --only {large[0]} or --only"):
+        kernels.too_large(kernels.chosen(["c2048"], cpu=True), ["c2048"])
+    found = kernels.not_measured("attention", LARGE, {"triton": "needs a GPU"})
+    assert found["bytes"] == 64 * 2048 * 2 * 32 * 128 * 2
+    assert "left out: large" in kernels.row("x", found, Bandwidth(1e9, 1), 10)
 
 
-def test_unasked_cases_are_float32_on_a_cpu():
-    wanted = kernels.in_float32(kernels.chosen(None))
-    assert {case.dtype for _, case in wanted.values()} == {"float32"} and len(wanted) == len(kernels.chosen(None))
-    assert "shrink/llama2-7b.qkv-t8-r16-distinct-float32" in wanted
+def test_a_case_has_one_dtype_on_a_cpu_however_it_is_asked_for():
+    unasked, on_gpu = kernels.chosen(None, cpu=True), kernels.chosen(None)
+    assert {case.dtype for _, case in unasked.values()} == {"float32"} and len(unasked) == len(on_gpu)
+    assert {case.dtype for _, case in on_gpu.values()} == {"bfloat16"}
+    for name, entry in unasked.items():
+        assert kernels.chosen([name], cpu=True)[name] == entry
+    by_its_name_on_a_gpu = kernels.chosen(["shrink/llama2-7b.qkv-t8-r16-distinct-bfloat16"], cpu=True)
+    assert by_its_name_on_a_gpu.items() <= unasked.items() and len(by_its_name_on_a_gpu) == 1
+    assert kernels.chosen(["attention/float16"], cpu=True)["attention/float16"][1].dtype == "float16"
+    with pytest.raises(ConfigError, match="no case has that"):
+        kernels.chosen(["llama2-7b.qkv-t8-r16-distinct-float32"])  # a name on a CPU alone
 
 
 def test_names():
@@ -227,6 +243,7 @@ def test_names():
     assert len(kernels.chosen(["expand/tiny.odd", "attention/tiny"])) == 4
     with pytest.raises(ConfigError, match="(?s)--only nope: no case.*shrink/llama2-7b.*attention/float16"):
         kernels.chosen(["tiny", "nope"])
+    assert kernels.short(["m-b8-c256", "m-b64-c256"]) == ["b8-c256", "b64-c256"]
     assert kernels.short(["a-b-c", "a-d-c"]) == ["b", "d"] and kernels.short(["a-b"]) == ["a-b"]
     assert kernels.short(["a-b", "a-b-c"]) == ["a-b", "a-b-c"]
 
@@ -251,6 +268,12 @@ def test_a_figure_of_what_reads_nothing():
     case = {"bytes": 0, "triton": {"not_run": "x"}, "xla": {"us": 2.0, "gb_per_second": None}}
     (panel,) = kernels.chart({"read_bandwidth": {"bytes_per_second": None}, "cases": {"shrink/a": case}})
     assert (panel.unit, panel.series, list(panel.labels)) == ("us", {"xla": [2.0]}, ["shrink/a"])
+
+
+def test_labels_of_bars_are_plain_numbers():
+    from lora_jax.bench import plot
+
+    assert [plot._label(x, "GB/s") for x in (1556.2, 999.7, 31.25, 0.5)] == ["1556", "1000", "31.2", "0.5"]
 
 
 def test_the_timed_programs_on_a_gpu():

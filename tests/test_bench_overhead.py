@@ -13,7 +13,7 @@ import matplotlib
 import pytest
 
 from lora_jax import dispatch
-from lora_jax.bench import adapters, footprint, latency, overhead, overhead_table, plot
+from lora_jax.bench import adapters, footprint, overhead, overhead_table, plot
 from lora_jax.bench.cli import add_subcommands
 from lora_jax.bench.driver import DriverError, DriverState
 from lora_jax.bench.overhead import Measured
@@ -122,6 +122,11 @@ def test_a_different_or_missing_program_is_seen():
         ("--output-len 1", "at least 2"),
         ("--lora-modules a=b", "random adapters"),
         ("--no-specialize-lora", "with and without it"),
+        ("--no-enable-lora", "--no-enable-lora: overhead measures with and without LoRA"),
+        ("--output-len 128 --max-model-len 64", "--output-len 128 are 160 tokens a row, more than --max-model-len 64"),
+        ("--batch-size 1 8 4 --max-num-seqs 4", "8 rows does not run at once with --max-num-seqs 4"),
+        ("--lora-rank 32 --max-lora-rank 8", "--lora-rank 32 do not fit --max-lora-rank 8"),
+        ("--seed -1", "seed must be >= 0, got -1"),
         ("--plot figure.txt", "must end in one of .png, .svg, .pdf"),
         ("--plot nowhere/figure.png", "nowhere is no folder"),
         ("--json nowhere/out.json", "nowhere is no folder"),
@@ -144,6 +149,7 @@ def test_the_engines_differ_in_lora_alone():
     assert [args[name].specialize_lora for name in overhead.ENGINES] == [True, True, False]
     same = {(a.num_pages, a.max_model_len, a.max_num_seqs, a.seed, a.max_lora_rank) for a in args.values()}
     assert same == {(4 * (3 + 1) + 1, 46, 4, 0, 16)}
+    overhead.check(parse("--max-model-len", "48"))  # enough for a CPU's 16 tokens, and the device is not known yet
     options = parse("--output-len", "9", "--num-pages", "77")
     overhead.check(options)
     overhead.fill_defaults(options, "gpu")
@@ -169,14 +175,6 @@ def test_the_engines_are_sized_for_the_largest_batch():
     overhead.fill_defaults(options, "cpu")
     assert overhead.engine_args(options)["specialized"].max_loras == 12
     assert parse().batch_size == [8]
-
-
-def test_latency_takes_one_batch_size():
-    parser = OptionParser()
-    add_subcommands(parser)
-    assert parser.parse_all(["latency", "--batch-size", "4", "tiny"]).batch_size == 4
-    with pytest.raises(ConfigError):
-        latency.model_of(parser.parse_all(["latency", "--batch-size", "4", "8", "--model", "tiny"]))
 
 
 class FakeEngine:
@@ -343,6 +341,7 @@ def test_each_section_reads_from_plain_to_before_to_after(whole_run):
     assert ["batch 2," in lines[starts[0]], "batch 1," in lines[starts[1]], len(starts)] == [True, True, 2]
     for start, batch in zip(starts, result["batches"], strict=True):
         head = next(line for line in lines[start:] if line.startswith("median"))
+        assert head.split("|")[0].strip() == "median; % over plain of the same round, median"
         assert [cell.strip() for cell in head.split("|")[1:]] == list(overhead_table.TITLES.values())
         row = next(line for line in lines[start:] if line.startswith("latency of the batch"))
         v = batch["variants"]

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import jax
 import matplotlib
 import pytest
+from matplotlib.figure import Figure
 
-from lora_jax.bench import cli, driver, machine, plot, report
+from lora_jax.bench import cli, driver, machine, overhead_table, plot, report
 from lora_jax.cli import main
 from lora_jax.cli_args import model_of
 from lora_jax.errors import ConfigError
@@ -191,9 +192,61 @@ def test_a_plot_says_what_it_shows_and_where_it_was_measured(tmp_path):
     assert not [word for word in words if word not in text]
 
 
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Saves panels; returns the figure that was drawn."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **kw: figures.append(figure))
+
+    def save(panels, result=RESULT):
+        plot.save(str(tmp_path / "f.png"), panels, result)
+        figures[-1].draw_without_rendering()
+        return figures[-1]
+
+    return save
+
+
+def test_percentages_are_rounded_and_scaled_as_asked(drawn):
+    values = {"a": [0.000468, -0.000468, 0.0468, 21.94]}
+    share = plot.Panel("a", "over plain", "%", values, list("abcd"), scale=(-3.0, 40.0))
+    times = plot.Panel("b", "time", "ms", values, list("abcd"), row=1)
+    first, second = drawn([share, times]).axes
+    assert [text.get_text() for text in first.texts] == ["0.00 %", "0.00 %", "0.05 %", "21.94 %"]
+    assert [text.get_text() for text in second.texts] == ["0.000468", "-0.000468", "0.0468", "21.9"]
+    assert first.get_ylim() == (-3.0, 40.0) and second.get_ylim()[0] < 0
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "Meta-Llama-3.1-8B-Instruct-with-" + "a-very-long-tail-" * 5 + "end", "x" * 200]
+)
+def test_titles_lie_inside_the_figure(name, drawn):
+    long = {**RESULT, "model": f"some/where/{name}", "input_len": 1024, "output_len": 1024, "num_active_loras": 8}
+    long |= {"latencies": [1.0], "ttfts": [0.1], "avg_latency": 1.0, "ms_per_output_token": 3.7, "dtype": "bfloat16"}
+    figure = drawn(cli.latency.chart(long), long)
+    for text in (figure._suptitle, figure.axes[0].title):
+        box = text.get_window_extent()
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert name[:15] in figure._suptitle.get_text() and name[-4:] in figure._suptitle.get_text()
+
+
+def test_overheads_of_all_batch_sizes_have_one_scale():
+    result = json.loads(next(RESULTS.glob("*overhead*.json")).read_text())
+    result["batches"] = result["batches"][:2]
+    for batch, ratios in zip(result["batches"], ((1.5, 1.2, 2.0), (1.0, 0.9, 1.1)), strict=True):
+        for variant in batch["variants"].values():
+            variant["latency_ms"]["ratio_to_plain"] = dict(zip(("median", "q25", "q75"), ratios, strict=True))
+    panels = overhead_table.chart(result)
+    # from 10 % below to 100 % above, and a twentieth of that range beyond both
+    assert [panel.scale for panel in panels] == [None, pytest.approx((-15.5, 105.5))] * 2
+    for batch in result["batches"]:
+        for variant in batch["variants"].values():
+            variant["latency_ms"]["ratio_to_plain"] = dict.fromkeys(("median", "q25", "q75"), 1.0)
+    assert overhead_table.chart(result)[1].scale == (0.0, 1.0), "an axis, although nothing differs"
+
+
 def test_no_matplotlib_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"'\.\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"figures need the package matplotlib.*'\.\[bench\]'"):
         plot.check("figure.png")
 
 
@@ -213,3 +266,31 @@ def test_a_kept_result_can_be_drawn(tmp_path, capsys):
         assert "broken.json is no result of" in capsys.readouterr().err
     assert main(["bench", "plot", str(tmp_path / "missing.json"), str(tmp_path / "f.png")]) != 0
     assert "missing.json cannot be read" in capsys.readouterr().err
+    for name, words in (("f.txt", "f.txt is no name of a figure"), ("none/f.png", "f.png cannot be written")):
+        assert main(["bench", "plot", str(kept), str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert words in error and "--plot" not in error
+
+
+@pytest.mark.parametrize("lacking", ["ttfts", "command"])
+def test_a_result_of_an_older_version_is_refused(lacking, tmp_path, capsys):
+    result = {
+        **RESULT,
+        "num_active_loras": 0,
+        "dtype": "float32",
+        "latencies": [1.0],
+        "ttfts": [0.1],
+        "avg_latency": 1.0,
+    }
+    result["ms_per_output_token"] = None
+    kept, figure = tmp_path / "kept.json", tmp_path / "f.svg"
+    kept.write_text(json.dumps(result))
+    assert main(["bench", "plot", str(kept), str(figure)]) == 0 and figure.exists()
+    figure.unlink()
+    del result[lacking]
+    kept.write_text(json.dumps(result))
+    assert main(["bench", "plot", str(kept), str(figure)]) == 2 and not figure.exists()
+    assert (
+        f"kept.json was written by an older version of lora-jax bench latency: it has no '{lacking}'"
+        in capsys.readouterr().err
+    )

@@ -89,6 +89,30 @@ def test_wrong_options_are_refused(arguments, words):
 def test_an_assignment_needs_adapters():
     with pytest.raises(ConfigError, match="zipf needs adapters"):
         items_of("--num-prompts", "2", "--lora-assignment", "zipf")
+    for share in ("0.7", "0.5", "0"):
+        with pytest.raises(ConfigError, match=f"--lora-share {float(share)} needs adapters"):
+            items_of("--num-prompts", "2", "--lora-share", share)
+    with pytest.raises(ConfigError, match=r"--lora-share 1.0 and --lora-assignment none exclude"):
+        items_of("--num-prompts", "2", "--lora-share", "1", "--lora-assignment", "none", adapters=2)
+    some = [i.adapter for i in items_of("--num-prompts", "1000", adapters=2)]
+    assert 650 < 1000 - some.count(None) < 750
+    assert None not in [i.adapter for i in items_of("--num-prompts", "9", "--lora-share", "1", adapters=2)]
+
+
+def test_the_line_on_adapters():
+    result = dict.fromkeys("requests_per_second total_tokens_per_second output_tokens_per_second".split(), 1.0)
+    result |= dict.fromkeys("prompt_tokens output_tokens steps preemptions slot_writes".split(), 1)
+    result |= dict(wall_seconds=1.5, num_prompts=8, ttft_median=0.1, ttft_p99=0.1, num_loras=2)
+    line = throughput.table(result | dict(requests_with_adapter=5, distinct_adapters=1))[3]
+    assert line == "Time: 1.500 s for 8 requests, 5 of them with an adapter: 1 of 2 drawn"
+    line = throughput.table(result | dict(requests_with_adapter=0, distinct_adapters=0, num_loras=0))[3]
+    assert line == "Time: 1.500 s for 8 requests"
+
+
+def test_help_tells_the_number_of_prompts(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "throughput", "--help"])
+    assert "requests (default: 128, or all of a workload)" in " ".join(capsys.readouterr().out.split())
 
 
 def lines(path, *entries):

@@ -142,8 +142,13 @@ def test_the_demo_model(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> N
     module = types.ModuleType("lora_jax.demo.assets")
     monkeypatch.setattr(module, "prepare", lambda: assets, raising=False)
     monkeypatch.setitem(sys.modules, "lora_jax.demo.assets", module)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256}
+    monkeypatch.setattr(module, "SIZES", sizes, raising=False)
     assert cli.main(["serve", "--model", "demo", "--lora-modules", "mine=/x"]) == 0
     engine, server = served[0]
+    assert sizes == {name: getattr(engine, name) for name in sizes}
+    assert cli.main(["serve", "demo", "--max-model-len", "512"]) == 0
+    assert (served[1][0].max_model_len, served[1][0].max_num_seqs) == (512, 8)
     assert (engine.model, engine.lora_modules) == ("/cache/demo", ("pirate=/shipped/pirate", "mine=/x"))
     assert server.served_model_name == ("demo",)
 
@@ -178,6 +183,13 @@ def test_bench_is_imported_when_asked_for(monkeypatch: pytest.MonkeyPatch, serve
     monkeypatch.setitem(sys.modules, "lora_jax.bench.cli", module)
     assert cli.main(["serve", "bench"]) == 0 and served[0][0].model == "bench" and runs == []
     assert cli.main(["bench", "--size", "4"]) == 3 and runs == [4]
+
+
+def test_a_model_behind_a_list_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(capsys, 2, "bench", "overhead", "--batch-size", "1", "2", "tiny")
+    assert "got 'tiny' (if tiny is the model: it goes before the options, or as --model tiny)" in error
+    assert "model" not in error_of(capsys, 2, "bench", "overhead", "tiny", "--batch-size", "1", "0")
+    assert "model" not in error_of(capsys, 2, "bench", "latency", "tiny", "--batch-size", "x")
 
 
 def test_engine_arguments_for_other_commands() -> None:

@@ -209,6 +209,22 @@ def test_weights_that_leave_no_room_are_not_blamed_on_the_context():
     assert "max_model_len=1" not in str(refused.value)
 
 
+def test_a_huge_batch_is_advised_to_shrink():
+    """Where the rows' state and the programs take most, the rows come first in the advice, and only there."""
+    huge = dataclasses.replace(SIZES, sampling_state=20 * GIB, programs=10 * GIB)
+    rows_first = "no room for a KV cache: a smaller max_num_seqs or max_num_batched_tokens, a smaller model"
+    with pytest.raises(CapacityError, match=rows_first):
+        plan(sizes=huge)
+    with pytest.raises(CapacityError, match="lower num_pages, max_num_seqs, max_loras"):
+        plan(huge.fixed + 9 * MIB, sizes=huge, num_pages=10)
+    with pytest.raises(CapacityError, match="or lower max_num_seqs, max_num_batched_tokens, max_loras"):
+        plan(huge.fixed + 16 * MIB, sizes=huge, max_model_len=1000)
+    for limit, pages in ((GIB, None), (SIZES.fixed + 9 * MIB, 10)):
+        with pytest.raises(CapacityError) as e:
+            plan(limit, num_pages=pages)
+        assert "max_num_seqs" not in str(e.value)
+
+
 def test_adapters_named_at_start_are_checked_before_anything_compiles(tmp_path, monkeypatch):
     from lora_jax import builder
 

@@ -124,7 +124,7 @@ def test_options_that_the_readme_names_exist():
     parser = OptionParser()
     add_subcommands(parser)
     flags = set(_flags(parser)) | {f"--{name.replace('_', '-')}" for name in options}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", readme)) - {"--help"}
+    named = set(re.findall(r"(?<![\w=-])--[a-z][a-z-]+", readme)) - {"--help"}
     table = readme.partition("## Options")[2].partition("\n## ")[0]
     fields = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert named and fields

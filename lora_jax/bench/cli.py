@@ -49,8 +49,7 @@ def run(options: argparse.Namespace) -> int:
         return _plot(options.result, options.figure)
     module = BENCHMARKS[options.benchmark]
     for path in filter(None, (options.json, options.plot)):  # not after minutes of measuring
-        if not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: {Path(path).absolute().parent} is no folder")
+        _check_folder(path)
     if options.plot:
         plot.check(options.plot)
     result = {"benchmark": options.benchmark, **module.run(options), **report.describe(options)}
@@ -65,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _plot(kept: str, figure: str) -> int:
     """Raises: ConfigError."""
+    _check_folder(figure)
     plot.check(figure)
     try:
         result = json.loads(Path(kept).read_text())
@@ -73,5 +73,20 @@ def _plot(kept: str, figure: str) -> int:
         raise ConfigError(f"{kept} cannot be read: {e.strerror}") from None
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{kept} is no result of one of {', '.join(BENCHMARKS)}") from None
-    plot.save(figure, module.chart(result), result)
+    try:
+        panels = module.chart(result)
+        for key in ("versions", "command", "date"):  # the figure's foot
+            result[key]
+    except KeyError as e:
+        raise ConfigError(
+            f"{kept} was written by an older version of lora-jax bench {result['benchmark']}: it has no {e}; measure again"
+        ) from None
+    plot.save(figure, panels, result)
     return 0
+
+
+def _check_folder(path: str) -> None:
+    """Raises: ConfigError."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{path} cannot be written: {folder} is no folder")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
 HELP = "single kernels: time, bytes, bandwidth"
 DESCRIPTION = (
     "Time LoRA shrink, LoRA expand and decode attention alone, without the host's work, as Pallas-Triton kernels and as "
-    "plain JAX, and compare with the bytes that each has to read. On a CPU only the plain-JAX form runs."
+    "plain JAX, and compare with the bytes that each has to read. On a CPU only the plain-JAX form runs, in float32 where a "
+    "GPU takes bfloat16, and without the cases that are large for one."
 )
 IMPLEMENTATIONS = ("triton", "xla")
 CALLS = {("gpu", "triton"): 64, ("gpu", "xla"): 16, ("cpu", "xla"): 4}  # in one program; loops of XLA compile slowly
-CPU_LARGEST = 64 << 20  # bytes a call that a CPU is given unasked
+CPU_LARGEST = 64 << 20  # bytes a call that a CPU is given unless the case is named in full
+LARGE = f"cases read more than {CPU_LARGEST / 1e6:.0f} MB a call and are left out on a CPU"
+SIZE = re.compile(r"[bct]\d+")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME",
         help="only what has NAME in its name, also of the cases that tests alone use; may be given again "
-        "(default: the shapes of Llama-2-7B and some attention, on a CPU in float32; a NAME that fits nothing lists all)",
+        "(default: the shapes of Llama-2-7B and some attention; a NAME that fits nothing lists all). On a CPU a large case "
+        "runs only where NAME is its full name",
     )
     group.add_argument("--num-iters", type=positive, default=20, metavar="N", help="rounds; medians are reported")
     group.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="where to run")
@@ -62,34 +67,62 @@ def catalogue() -> tuple[dict[str, tuple[str, Any]], list[str]]:
     return found, unasked
 
 
-def chosen(only: list[str] | None) -> dict[str, tuple[str, Any]]:
-    """Raises: ConfigError for a name that fits nothing."""
+def chosen(only: list[str] | None, *, cpu: bool = False) -> dict[str, tuple[str, Any]]:
+    """Name -> (op, case) of what `only` asks for, on a CPU by its own names or by a GPU's.
+
+    Raises: ConfigError for a name that fits nothing.
+    """
     found, unasked = catalogue()
-    if only is None:
-        return {name: found[name] for name in unasked}
-    for part in only:
-        if not any(part in name for name in found):
-            raise ConfigError(f"--only {part}: no case has that in its name; there are\n  " + "\n  ".join(found))
-    return {name: entry for name, entry in found.items() if any(part in name for part in only)}
+    if only is not None:
+        known = {name: (name, cpu_name(name)) if cpu else (name,) for name in found}
+        for part in only:
+            if not any(part in name for names in known.values() for name in names):
+                there = in_float32(found) if cpu else found
+                raise ConfigError(f"--only {part}: no case has that in its name; there are\n  " + "\n  ".join(there))
+        unasked = [n for n, names in known.items() if any(part in name for part in only for name in names)]
+    picked = {name: found[name] for name in unasked}
+    return in_float32(picked) if cpu else picked
+
+
+def cpu_name(name: str) -> str:
+    """What a case is called on a CPU."""
+    return name.replace("bfloat16", "float32")
 
 
 def in_float32(wanted: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """The same cases in the dtype that an engine on a CPU uses; XLA has no bfloat16 products there and converts whole stacks."""
+    """Cases in bfloat16 in the dtype that an engine on a CPU uses: XLA has no bfloat16 products there and converts whole
+    stacks. Other cases as they are."""
     return {
-        name.replace("bfloat16", "float32"): (op, dataclasses.replace(case, dtype="float32"))
+        cpu_name(name): (op, dataclasses.replace(case, dtype=cpu_name(case.dtype)))
         for name, (op, case) in wanted.items()
     }
 
 
+def too_large(wanted: dict[str, tuple[str, Any]], only: list[str] | None) -> list[str]:
+    """Names of what a CPU would take minutes for and `only` does not name in full.
+
+    Raises: ConfigError when nothing else is left.
+    """
+    from .kernel_timing import must_read
+
+    named = {cpu_name(part) for part in only or ()}
+    large = [name for name, (op, case) in wanted.items() if must_read(op, case) > CPU_LARGEST and name not in named]
+    if len(large) == len(wanted):
+        raise ConfigError(
+            f"{LARGE}: to run one all the same, give its full name, as --only {' or --only '.join(large)}"
+        )
+    return large
+
+
 def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dict[str, Any]:
     """Times every chosen case, shows a table and returns it. Raises: LoraJaxError, ConfigError."""
-    wanted = chosen(options.only)
+    chosen(options.only, cpu=True)  # a wrong name does not wait for jax
     from ..device import set_up_device
     from . import machine
 
     setup = set_up_device(options.device, "auto", 0.9)
-    if options.only is None and not setup.is_gpu:
-        wanted = in_float32(wanted)
+    wanted = chosen(options.only, cpu=not setup.is_gpu)
+    left_out = [] if setup.is_gpu else too_large(wanted, options.only)
     bandwidth = machine.read_bandwidth(setup.device)
     reasons = {} if setup.implementation == "triton" else {"triton": _why_not(setup)}
     width = max(map(len, wanted)) + 2
@@ -98,10 +131,15 @@ def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dic
     cases: dict[str, Any] = {}
     with tqdm(total=len(wanted), desc="kernels", unit="case", disable=options.disable_tqdm) as bar:
         for name, (op, case) in wanted.items():
-            cases[name] = measure(op, case, setup, options.num_iters, reasons, asked=options.only is not None)
+            if name in left_out:
+                cases[name] = not_measured(op, case, reasons)
+            else:
+                cases[name] = measure(op, case, setup, options.num_iters, reasons)
             with bar.external_write_mode():
                 show(row(name, cases[name], bandwidth, width))
             bar.update()
+    if left_out:
+        show(f"{len(left_out)} of {len(wanted)} {LARGE}. To run one, give its full name: --only {left_out[0]}")
     return {
         "num_iters": options.num_iters,
         "read_bandwidth": bandwidth.as_dict(),
@@ -114,13 +152,19 @@ def _why_not(setup: Any) -> str:
     return "needs a newer GPU" if setup.is_gpu else "needs a GPU"
 
 
-def measure(
-    op: str, case: Any, setup: Any, rounds: int, reasons: dict[str, str], *, asked: bool = True
-) -> dict[str, Any]:
-    """{"bytes": ..., "triton": {...}, "xla": {...}}: microseconds (median, and of every round) and GB/s, or why there are none.
+def not_measured(op: str, case: Any, reasons: dict[str, str]) -> dict[str, Any]:
+    """What `measure` returns, of a case that is left out on a CPU."""
+    from .kernel_timing import must_read
 
-    reasons: implementation -> why it cannot run here. asked: whether a case too large for a CPU runs all the same.
-    Raises: LoraJaxError when a result is not finite.
+    why = reasons | {"xla": "left out: large"}
+    return {"bytes": must_read(op, case), "dtype": case.dtype} | {name: {"not_run": why[name]} for name in why}
+
+
+def measure(op: str, case: Any, setup: Any, rounds: int, reasons: dict[str, str]) -> dict[str, Any]:
+    """{"bytes": ..., "dtype": ..., "triton": {...}, "xla": {...}}: microseconds (median, and of every round) and GB/s, or why
+    there are none.
+
+    reasons: implementation -> why it cannot run here. Raises: LoraJaxError when a result is not finite.
     """
     import jax
 
@@ -129,10 +173,8 @@ def measure(
     platform = "gpu" if setup.is_gpu else "cpu"
     rotation = timing.GPU_ROTATION if setup.is_gpu else timing.CPU_ROTATION
     size = timing.must_read(op, case)
-    found: dict[str, Any] = {"bytes": size}
+    found: dict[str, Any] = {"bytes": size, "dtype": case.dtype}
     found |= {name: {"not_run": why} for name, why in reasons.items()}
-    if platform == "cpu" and size > CPU_LARGEST and not asked:
-        return found | {"xla": {"not_run": "large for a CPU: name it with --only"}}
     calls = {name: calls_of(op, platform, name) for name in IMPLEMENTATIONS if name not in reasons}
     with jax.default_device(setup.device):
         given = timing.operands(op, case, list(calls), rotation, max(calls.values()))
@@ -183,12 +225,12 @@ def heading(bytes_per_second: float | None, width: int) -> list[str]:
     """The lines above the table."""
     speed = "not measured" if bytes_per_second is None else f"{bytes_per_second / 1e9:,.0f} GB/s"
     columns = "".join(f"{name + ' us':>14}{'GB/s':>8}{'share':>7}" for name in IMPLEMENTATIONS)
-    return [f"Read bandwidth of this machine: {speed}", f"{'one call':<{width}}{'MB to read':>11}{columns}"]
+    return [f"Read bandwidth of this machine: {speed}", f"{'one call':<{width}}{'dtype':<8}{'MB to read':>11}{columns}"]
 
 
 def row(name: str, found: dict[str, Any], bandwidth: Any, width: int) -> str:
     """One line of the table; "*" marks times that the host's work is part of."""
-    text = f"{name:<{width}}{found['bytes'] / 1e6:>11.2f}"
+    text = f"{name:<{width}}{found['dtype']:<8}{found['bytes'] / 1e6:>11.2f}"
     for one in (with_shares(found, bandwidth)[i] for i in IMPLEMENTATIONS):
         if "us" not in one:
             text += f"  {one['not_run']:>27}"
@@ -221,9 +263,9 @@ def _series(cases: dict[str, Any], key: str) -> dict[str, list[float]]:
 
 
 def short(names: list[str]) -> list[str]:
-    """Names without the parts, between hyphens, that all of them share."""
+    """Names without the parts, between hyphens, that all of them share and that are no batch, context or rows (b8, c256, t8)."""
     parts = [name.split("-") for name in names]
     if len(names) < 2 or len({len(p) for p in parts}) > 1:
         return names
-    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    differ = [len(set(c)) > 1 or SIZE.fullmatch(c[0]) is not None for c in zip(*parts, strict=True)]
     return ["-".join(itertools.compress(p, differ)) for p in parts]

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ..cli_args import add_engine_arguments, model_of
+from ..cli_args import model_of
 from ..config import EngineArgs
+from ..errors import ConfigError
 from .plot import Panel
 from .rounds import (
+    RANK,
     Round,
     add_batch_arguments,
+    add_batch_engine_arguments,
     batch_engine_args,
     count,
     greedy,
@@ -45,11 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="random adapters, shared out over the rows; implies --enable-lora (default: none, all rows are base rows)",
     )
-    add_engine_arguments(parser)
+    add_batch_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the benchmark, shows its table and returns its result. Raises: LoraJaxError."""
+    check(options)
     args = batch_engine_args(options, options.num_active_loras)
     from ..engine import Engine  # only now: jax takes seconds to import, and wrong options should not wait for it
     from .adapters import load_random_adapters
@@ -68,8 +72,20 @@ def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dic
     return result
 
 
+def check(options: argparse.Namespace) -> None:
+    """Fills in the rank of the active adapters; without any there is none. Raises: ConfigError for a rank that nothing has."""
+    if options.num_active_loras:
+        options.lora_rank = options.lora_rank or RANK
+    elif options.lora_rank is not None:
+        raise ConfigError(
+            f"--lora-rank {options.lora_rank} is of active adapters, and there are none: give --num-active-loras too (the "
+            "slots of an engine whose adapters are idle are sized by --max-lora-rank)"
+        )
+
+
 def summarize(rounds: Sequence[Round], options: argparse.Namespace, args: EngineArgs, engine: Any) -> dict[str, Any]:
-    """What was measured, as plain data. Times in seconds unless the name says milliseconds."""
+    """What was measured, as plain data. Times in seconds unless the name says milliseconds; lora_rank: None without active
+    adapters."""
     from .report import hardware
     from .traffic import decode_step_bytes
 
@@ -82,7 +98,7 @@ def summarize(rounds: Sequence[Round], options: argparse.Namespace, args: Engine
         options.batch_size,
         range(options.input_len + 1, options.input_len + options.output_len),
         options.num_active_loras,
-        options.lora_rank,
+        options.lora_rank or 0,
     )
     return {
         "model": model_of(options),

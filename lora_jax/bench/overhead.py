@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..cli_args import add_engine_arguments, model_of
+from ..cli_args import model_of
 from ..config import EngineArgs
 from ..errors import ConfigError
 from ..request import LoRARequest
 from .overhead_table import chart, closing, section
 from .paired import Spread, order_of_round, paired_ratios
 from .rounds import (
+    RANK,
     Round,
     add_batch_arguments,
+    add_batch_engine_arguments,
     batch_engine_args,
     count,
     greedy,
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="adapters of the last variant, shared out over the rows; a smaller batch takes one a row (default: 8 or the "
         "largest batch size, what is less)",
     )
-    add_engine_arguments(parser)
+    add_batch_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace, show: Callable[[str], None] = print_now) -> dict[str, Any]:
@@ -122,7 +124,9 @@ def run(options: argparse.Namespace, show: Callable[[str], None] = print_now) ->
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises: ConfigError for what would contradict the comparison."""
+    """Fills in the adapters' number and rank. Raises: ConfigError for what would contradict the comparison."""
+    if options.enable_lora is False:
+        raise ConfigError("--no-enable-lora: overhead measures with and without LoRA; leave it out")
     if options.lora_modules:
         raise ConfigError("--lora-modules: overhead makes its own random adapters; leave it out")
     if not options.specialize_lora:
@@ -131,8 +135,10 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError("--output-len 1: overhead compares decode steps too; at least 2")
     if options.num_active_loras is None:
         options.num_active_loras = min(8, max(options.batch_size))
+    options.lora_rank = options.lora_rank or RANK
     trial = argparse.Namespace(**vars(options))
-    fill_defaults(trial, "gpu")  # of any device: wrong options are refused before jax is imported
+    # wrong options are refused before jax is imported; the device is not known yet, and a CPU's defaults are the smaller ones
+    fill_defaults(trial, "cpu")
     engine_args(trial)
 
 

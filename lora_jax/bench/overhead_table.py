@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from .plot import Panel
@@ -51,7 +52,7 @@ def closing(identity: dict[str, Any], memory: dict[str, Any]) -> list[str]:
 
 
 def _columns(variants: dict[str, Any], names: Sequence[str]) -> list[str]:
-    head = ["median"] + [TITLES.get(name, name) for name in names]
+    head = ["median; % over plain of the same round, median"] + [TITLES.get(name, name) for name in names]
     rows = [head]
     for quantity, title in QUANTITIES.items():
         row = [title]
@@ -95,11 +96,20 @@ def _memory(memory: dict[str, Any]) -> list[str]:
 
 
 def chart(result: dict[str, Any]) -> list[Panel]:
-    """A row for each batch size: decode time of each variant, and the overhead of the whole batch with quartiles as whiskers."""
-    return [panel for row, batch in enumerate(result["batches"]) for panel in _panels(batch, result["num_rounds"], row)]
+    """A row for each batch size: decode time of each variant, and the overhead of the whole batch with quartiles as whiskers,
+    which all rows show on one scale."""
+    batches = [_panels(batch, result["num_rounds"], row) for row, batch in enumerate(result["batches"])]
+    ends = [0.0]
+    for _, over in batches:
+        for value, below, above in zip(over.series["latency"], *over.errors["latency"], strict=True):
+            ends += [value - below, value + above]
+    margin = 0.05 * (max(ends) - min(ends)) or 1.0
+    scale = (min(ends) - margin if min(ends) < 0 else 0.0, max(ends) + margin)
+    return [panel for decode, over in batches for panel in (decode, replace(over, scale=scale))]
 
 
-def _panels(batch: dict[str, Any], num_rounds: int, row: int) -> list[Panel]:
+def _panels(batch: dict[str, Any], num_rounds: int, row: int) -> tuple[Panel, Panel]:
+    """(decode, overhead)"""
     variants: dict[str, Any] = batch["variants"]
     labels = {"plain": "plain", "before": "idle,\nops left in", "after": "idle,\nspecialized"}
     names = [labels.get(name, name) for name in variants]
@@ -108,7 +118,7 @@ def _panels(batch: dict[str, Any], num_rounds: int, row: int) -> list[Panel]:
     whiskers = ([100 * (r["median"] - r["q25"]) for r in ratios], [100 * (r["q75"] - r["median"]) for r in ratios])
     decode = {"decode": [v["ms_per_output_token"]["median"] for v in variants.values()]}
     size, rounds = f"Batch {batch['batch_size']}", f"median of {num_rounds} rounds"
-    return [
+    return (
         Panel(f"{size}: decode, {rounds}", "time per output token", "ms", decode, names, row=row),
         Panel(
             f"{size}: over plain of the same round, {rounds}, quartiles",
@@ -119,4 +129,4 @@ def _panels(batch: dict[str, Any], num_rounds: int, row: int) -> list[Panel]:
             errors={"latency": whiskers},
             row=row,
         ),
-    ]
+    )

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..cli_args import engine_args_from
+from ..cli_args import add_engine_arguments, engine_args_from
 from ..config import EngineArgs
 from ..errors import ConfigError
 from ..request import LoRARequest, SamplingParams, TokensPrompt
+
+RANK = 16  # of the adapters, where --lora-rank is left out
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,13 @@ def add_batch_arguments(group: argparse._ArgumentGroup, *, output_len: int | Non
     group.add_argument(
         "--output-len", type=positive, default=output_len, help=f"tokens to generate (default: {default})"
     )
-    group.add_argument(
-        "--lora-rank", type=positive, default=16, metavar="R", help="adapters' rank (default: %(default)s)"
-    )
+    group.add_argument("--lora-rank", type=positive, metavar="R", help=f"rank of the active adapters (default: {RANK})")
+
+
+def add_batch_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's options, as `batch_engine_args` reads them."""
+    add_engine_arguments(parser)
+    parser.set_defaults(enable_lora=None)  # False is --no-enable-lora, which contradicts active adapters
 
 
 def batch_engine_args(options: argparse.Namespace, active: int, **more: Any) -> EngineArgs:
@@ -88,18 +94,33 @@ def batch_engine_args(options: argparse.Namespace, active: int, **more: Any) -> 
         raise ConfigError(
             f"--num-active-loras {active} exceeds --batch-size {options.batch_size}: each active adapter needs a row"
         )
-    if active:
-        more = {"enable_lora": True, **more}
-    args = engine_args_from(options, **more)
+    if active and options.enable_lora is False:
+        raise ConfigError(f"--num-active-loras {active} contradicts --no-enable-lora: leave one of them out")
+    args = engine_args_from(options, **{"enable_lora": bool(options.enable_lora or active), **more})
     if args.enable_lora and active > args.max_loras:
         raise ConfigError(f"--num-active-loras {active} needs --max-loras as large, not {args.max_loras}")
     changes: dict[str, Any] = {}
+    length = options.input_len + options.output_len
     if args.max_model_len is None:
-        changes["max_model_len"] = options.input_len + options.output_len
+        changes["max_model_len"] = length
+    elif length > args.max_model_len:
+        # the engine would end each row early, and the tokens that were never made would be counted
+        raise ConfigError(
+            f"--input-len {options.input_len} and --output-len {options.output_len} are {length} tokens a row, more than "
+            f"--max-model-len {args.max_model_len}"
+        )
     if args.max_num_seqs is None:
         changes["max_num_seqs"] = options.batch_size
-    if args.max_lora_rank == "auto":
-        changes["max_lora_rank"] = options.lora_rank
+    elif options.batch_size > args.max_num_seqs:
+        raise ConfigError(
+            f"--batch-size: a batch of {options.batch_size} rows does not run at once with --max-num-seqs {args.max_num_seqs}"
+        )
+    if active or options.lora_rank is not None:
+        rank = options.lora_rank or RANK
+        if args.max_lora_rank == "auto":
+            changes["max_lora_rank"] = rank
+        elif rank > args.max_lora_rank:
+            raise ConfigError(f"adapters of --lora-rank {rank} do not fit --max-lora-rank {args.max_lora_rank}")
     return dataclasses.replace(args, **changes)
 
 

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -31,7 +32,11 @@ DESCRIPTION = (
     "latencies as vllm bench serve does. Adapters are chosen by model name. A key is taken from OPENAI_API_KEY."
 )
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+REFUSED = (400, 422)  # statuses of a request that the server does not take
 WORDS = "time year people way day man thing woman life child world school state family student group country problem".split()
+# What a server's error says: that a prompt has to be a string; that a token is not one of the model's.
+WANTS_TEXT = re.compile(r"\bstr(ing)?s?\b|token[ _-]?(ids|lists?)\b.* (not|un)[ -]?supported|takes? text only", re.I)
+UNKNOWN_TOKEN = re.compile(r"\b(outside|out of|not in|exceeds?) (the |model )?vocab|\btoken .* in \[0, \d+\)", re.I)
 RAW = ("ttft", "e2el")  # metrics whose single values stand in the result
 
 
@@ -81,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-format",
         choices=("auto", "tokens", "text"),
         default="auto",
-        help="token ids, or words of about one token each; auto: token ids unless the server refuses them",
+        help="token ids, or words of about one token each; auto: token ids unless the server says that it takes strings only",
     )
     group.add_argument("--vocab-size", type=positive, default=32000, metavar="N", help="token ids are drawn below this")
     group.add_argument("--num-warmups", type=positive, default=1, metavar="N", help="requests before, not timed")
@@ -141,7 +146,7 @@ def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dic
         "request_rate": None if math.isinf(options.request_rate) else options.request_rate,
         "lora_modules": options.lora_modules,
         "lora_assignment": assignment,
-        "lora_share": options.lora_share if assignment != "none" else 0.0,
+        "lora_share": workload.share_of(options, len(options.lora_modules)),
         **serve_metrics.summarize(replies, [len(i.prompt_token_ids) for i in items], duration, percentiles),
         **{f"{name}s": serve_metrics.seconds(replies)[name] for name in RAW},
         "hardware": {"note": "of the client; the server's is not known", **report.host()},
@@ -230,21 +235,29 @@ def _bracketed(host: str) -> str:
 async def _try_out(
     http: Any, target: Target, options: argparse.Namespace, items: Sequence[Item], show: Callable[[str], None]
 ) -> Target:
-    """The warm-up requests, one after the other. Returns the target, with text prompts where ids are refused.
+    """The warm-up requests, one after the other. Returns the target, with text prompts where the server wants strings.
 
-    Raises: LoraJaxError when one fails.
+    Raises: LoraJaxError when one fails, for whatever other reason.
     """
     from .serve_client import ask
 
     for item in (items[i % len(items)] for i in range(options.num_warmups)):
         reply = await ask(http, target.endpoint, target.body(item))
-        if reply.status in (400, 422) and not target.as_text and options.prompt_format == "auto":
+        if not target.as_text and options.prompt_format == "auto" and refuses_ids(reply):
             show(f"The server refuses token ids, so prompts are text, of about as many tokens. ({reply.error})")
             target = replace(target, as_text=True)
             reply = await ask(http, target.endpoint, target.body(item))
         if reply.error is not None:
-            raise LoraJaxError(f"the first request to {target.url} failed, nothing was measured: {reply.error}")
+            message = f"the first request to {target.url} failed, nothing was measured: {reply.error}"
+            if reply.status in REFUSED and not target.as_text and UNKNOWN_TOKEN.search(reply.error):
+                message += f" (token ids are drawn below {options.vocab_size}: give the model's with --vocab-size)"
+            raise LoraJaxError(message)
     return target
+
+
+def refuses_ids(reply: Reply) -> bool:
+    """Whether the server said that prompts must be strings, not that this prompt, or another field, is wrong."""
+    return reply.status in REFUSED and WANTS_TEXT.search(reply.error or "") is not None
 
 
 async def send_all(

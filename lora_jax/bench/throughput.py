@@ -34,7 +34,7 @@ OF_RANDOM_LISTS: dict[str, Any] = {  # options that mean nothing to a list from 
     "output_len": DEFAULT_LEN,
     "random_range_ratio": workload.RANGE_RATIO,
     "lora_assignment": None,
-    "lora_share": workload.SHARE,
+    "lora_share": None,
 }
 COUNTED = ("steps", "preemptions", "slot_writes", "failed_steps")  # of the engine's counters
 
@@ -55,7 +55,8 @@ class Measured:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, named as in `vllm bench throughput` where it has them."""
     group = parser.add_argument_group("throughput")
-    workload.add_length_arguments(group, None, DEFAULT_LEN, DEFAULT_LEN)
+    shown = f"{DEFAULT_PROMPTS}, or all of a workload"
+    workload.add_length_arguments(group, None, DEFAULT_LEN, DEFAULT_LEN, shown)
     group.add_argument(
         "--workload",
         "--dataset-path",
@@ -120,9 +121,9 @@ def requests(options: argparse.Namespace, args: EngineArgs) -> list[Item]:
 
 
 def _vocab(args: EngineArgs) -> int:
-    from ..builder import _find
+    from ..builder import find_model
 
-    return _find(args).config.vocab_size
+    return find_model(args).config.vocab_size
 
 
 def num_adapters(args: EngineArgs, options: argparse.Namespace, items: Sequence[Item]) -> int:
@@ -247,7 +248,7 @@ def summarize(measured: Measured, items: Sequence[Item], options: argparse.Names
         "ttft_median": statistics.median(measured.first),
         "ttft_p99": float(np.percentile(measured.first, 99)),
         **measured.counters,
-        "engine": dataclasses.asdict(engine._runtime.spec.builder.scheduler) | {"max_loras": args.max_loras},
+        "engine": dataclasses.asdict(engine.scheduler_config) | {"max_loras": args.max_loras},
         "num_pages": engine.stats()["num_pages"],
         "compilations_after_warmup": engine.stats()["compilations_after_warmup"],
         "ttft": measured.first,
@@ -264,13 +265,15 @@ def thinned(points: Sequence[tuple[float, int]], most: int = 200) -> list[list[f
 def table(result: dict[str, Any]) -> list[str]:
     """The lines for people; the first three are those of `vllm bench throughput`."""
     r = result
+    time = f"Time: {r['wall_seconds']:.3f} s for {r['num_prompts']} requests"
+    if r["requests_with_adapter"]:
+        time += f", {r['requests_with_adapter']} of them with an adapter: {r['distinct_adapters']} of {r['num_loras']} drawn"
     return [
         f"Throughput: {r['requests_per_second']:.2f} requests/s, {r['total_tokens_per_second']:.2f} total tokens/s, "
         f"{r['output_tokens_per_second']:.2f} output tokens/s",
         f"Total num prompt tokens:  {r['prompt_tokens']}",
         f"Total num output tokens:  {r['output_tokens']}",
-        f"Time: {r['wall_seconds']:.3f} s for {r['num_prompts']} requests, {r['requests_with_adapter']} of them with one of "
-        f"{r['distinct_adapters']} adapters",
+        time,
         f"Time to first token: median {r['ttft_median'] * 1e3:.2f} ms, P99 {r['ttft_p99'] * 1e3:.2f} ms, queueing included",
         f"Steps: {r['steps']}, preemptions: {r['preemptions']}, adapter slot writes: {r['slot_writes']}",
     ]

@@ -33,11 +33,11 @@ class Item:
 
 
 def add_length_arguments(
-    group: argparse._ArgumentGroup, num_prompts: int | None, input_len: int, output_len: int
+    group: argparse._ArgumentGroup, num_prompts: int | None, input_len: int, output_len: int, shown: str = "%(default)s"
 ) -> None:
-    """Options named as in vLLM's benchmarks. num_prompts: the default, None where the caller fills it in."""
-    shown = "" if num_prompts is None else " (default: %(default)s)"
-    group.add_argument("--num-prompts", type=positive, default=num_prompts, metavar="N", help=f"requests{shown}")
+    """Options named as in vLLM's benchmarks. num_prompts: the default, None where the caller fills in what `shown` tells."""
+    text = f"requests (default: {shown})"
+    group.add_argument("--num-prompts", type=positive, default=num_prompts, metavar="N", help=text)
     group.add_argument("--input-len", type=positive, default=input_len, metavar="N", help="tokens a prompt")
     group.add_argument("--output-len", type=positive, default=output_len, metavar="N", help="tokens to generate")
     group.add_argument(
@@ -57,9 +57,8 @@ def add_assignment_arguments(group: argparse._ArgumentGroup) -> None:
         help="distinct: one adapter after the other; uniform: any; zipf: adapter k with weight 1 / (k + 1); none: all "
         "requests go to the base model (default: uniform where there are adapters)",
     )
-    group.add_argument(
-        "--lora-share", type=share, default=SHARE, metavar="X", help="share of the requests that get an adapter"
-    )
+    text = f"share of the requests that get an adapter (default: {SHARE} where there are adapters)"
+    group.add_argument("--lora-share", type=share, metavar="X", help=text)
 
 
 def range_ratio(text: str) -> float:
@@ -121,11 +120,24 @@ def assign_adapters(
 
 
 def assignment_of(options: argparse.Namespace, num_adapters: int) -> str:
-    """The assignment asked for, or its default. Raises: ConfigError when adapters are needed and there are none."""
+    """The assignment asked for, or its default.
+
+    Raises: ConfigError when adapters are needed and there are none, or a share of them is given and nobody gets one.
+    """
     assignment = options.lora_assignment or ("uniform" if num_adapters else "none")
-    if assignment != "none" and not num_adapters:
-        raise ConfigError(f"--lora-assignment {assignment} needs adapters, and none is named or asked for")
+    named, portion = assignment != "none", options.lora_share
+    for flag, asks in ((f"--lora-assignment {assignment}", named), (f"--lora-share {portion}", portion is not None)):
+        if asks and not num_adapters:
+            raise ConfigError(f"{flag} needs adapters, and none is named or asked for")
+    if portion is not None and not named:
+        raise ConfigError(f"--lora-share {portion} and --lora-assignment none exclude each other")
     return assignment
+
+
+def share_of(options: argparse.Namespace, num_adapters: int) -> float:
+    """The share of the requests that get an adapter. Raises as `assignment_of`."""
+    none = assignment_of(options, num_adapters) == "none"
+    return 0.0 if none else SHARE if options.lora_share is None else options.lora_share
 
 
 def random_items(options: argparse.Namespace, number: int, num_adapters: int, vocab: int, seed: int) -> list[Item]:
@@ -134,7 +146,8 @@ def random_items(options: argparse.Namespace, number: int, num_adapters: int, vo
     inputs = random_lengths(options.input_len, options.random_range_ratio, number, rng)
     outputs = random_lengths(options.output_len, options.random_range_ratio, number, rng)
     prompts = [tuple(tokens.integers(0, vocab, n).tolist()) for n in inputs]
-    who = assign_adapters(assignment_of(options, num_adapters), number, num_adapters, options.lora_share, rng)
+    portion = share_of(options, num_adapters)
+    who = assign_adapters(assignment_of(options, num_adapters), number, num_adapters, portion, rng)
     return [Item(p, int(n), a) for p, n, a in zip(prompts, outputs, who, strict=True)]
 
 

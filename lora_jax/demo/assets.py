@@ -24,6 +24,8 @@ from .gguf_convert import convert
 MANIFEST = "manifest.json"
 FORMAT = 1  # raise it when the conversion changes, so that older caches are made again
 WHOLE_HASH_BYTES, EDGE_BYTES = 16 << 20, 1 << 20
+# Few buckets: compiling the table for two CPU cores is most of the time that a first start takes.
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256}
 ADAPTERS_DIR = Path(__file__).resolve().parent / "adapters"
 
 

@@ -26,8 +26,6 @@ PROMPTS = [
     "Tell me about the moon.",
 ]
 MAX_TOKENS = 48
-# Few buckets: compiling the table for two CPU cores is most of the time that the demo takes.
-ENGINE_OPTIONS = {"--max-num-seqs": 8, "--max-num-batched-tokens": 32, "--max-model-len": 256}
 START_SECONDS = 600.0
 
 Job = tuple[str, str]  # model name, prompt
@@ -165,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         adapters = list(prepare().lora_modules)
         port = free_port()
-        options = {"--host": "127.0.0.1", "--port": port, "--device": args.device, **ENGINE_OPTIONS}
+        options = {"--host": "127.0.0.1", "--port": port, "--device": args.device}
         command = serve_command() + [str(x) for pair in options.items() for x in pair]
         print(f"starting {' '.join(command[1:])}", flush=True)
         with running(command, port) as server:

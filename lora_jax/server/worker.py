@@ -122,6 +122,7 @@ class EngineWorker:
             self._post(self._die, error)
 
     def _wait_for_work(self) -> bool:
+        self.engine.drain()
         with self._wakeup:
             self._wakeup.wait_for(lambda: self._stopping or self.engine.has_unfinished())
             return not self._stopping

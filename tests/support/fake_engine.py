@@ -136,6 +136,9 @@ class FakeEngine:
             self.polls += 1
             return bool(self._open)
 
+    def drain(self) -> None:
+        pass
+
     def step(self) -> list[StepOutput]:
         self.gate.wait()
         time.sleep(self.delay)

@@ -16,7 +16,8 @@ MODELS = ("base", "sql", "law")
 
 @dataclass
 class Fake:
-    """bad: what the requests of these numbers (0 is the first) get: "500", "error" in the stream, "early" end, "garbage".
+    """bad: what the requests of these numbers (0 is the first) get: "500", "error" in the stream, "early" end, "garbage", or a
+    400 with whatever else it says.
     delay: seconds before each word. bodies: what was asked. most: requests under way at once, at most."""
 
     url: str = ""
@@ -69,6 +70,8 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                 return self.answer(400, {"error": {"message": "prompt must be a string"}})
             if bad == "500":
                 return self.answer(500, {"error": {"message": "out of luck"}})
+            if bad not in (None, "error", "early", "garbage"):
+                return self.answer(400, {"error": {"message": bad}})
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
