@@ -16,6 +16,8 @@ from ..request import LoRARequest, SamplingParams, TokensPrompt
 
 RANK = 16  # of the adapters, where --lora-rank is left out
 
+MOST = 100_000_000  # of anything that is counted
+
 
 @dataclass(frozen=True)
 class Round:
@@ -158,4 +160,6 @@ def _at_least(low: int, text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
     if value < low:
         raise argparse.ArgumentTypeError(f"must be >= {low}, got {value}")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"must be <= {MOST}, got {text[:40]}")
     return value

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+import urllib.parse
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-url", metavar="URL", help="of the server, such as http://host:8000 (instead of host and port)"
     )
     group.add_argument("--host", default="127.0.0.1", help="of the server")
-    group.add_argument("--port", type=positive, default=8000, metavar="N", help="of the server")
+    group.add_argument("--port", type=_port, default=8000, metavar="N", help="of the server")
     group.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0], help="what is asked")
     group.add_argument(
         "--model", metavar="NAME", help="the base model's name (default: the first that the server lists)"
@@ -196,6 +197,13 @@ def arrivals(number: int, rate: float, burstiness: float, rng: np.random.Generat
     return np.cumsum(intervals) - intervals[0]
 
 
+def _port(text: str) -> int:
+    value = positive(text)
+    if value > 65_535:
+        raise argparse.ArgumentTypeError(f"must be <= 65535, got {value}")
+    return value
+
+
 # ---- the traffic -----------------------------------------------------------------------------------------------------
 async def _run(
     options: argparse.Namespace, items: Sequence[Item], show: Callable[[str], None]
@@ -205,6 +213,10 @@ async def _run(
     url = (options.base_url or f"http://{_bracketed(options.host)}:{options.port}").rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url {url}: must begin with http:// or https://")
+    try:
+        urllib.parse.urlsplit(url).port  # noqa: B018  reads it
+    except ValueError as e:
+        raise ConfigError(f"--base-url {url}: {e}") from None
     key = os.environ.get("OPENAI_API_KEY")  # no option: the result holds the command line
     async with serve_client.client(url, key, options.request_timeout) as http:
         models = await serve_client.models(http)

@@ -98,7 +98,7 @@ async def _stream(answer: httpx.Response, reply: Reply, clock: Callable[[], floa
         elif reply.error is None:  # the rest is read all the same: only then can the connection be used again
             try:
                 finished |= _take(json.loads(data), reply, now)
-            except (ValueError, TypeError, AttributeError, LookupError):
+            except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
                 reply.error = f"not a chunk of an OpenAI stream: {data[:QUOTED]}"
     if reply.error is not None:
         return
@@ -116,7 +116,10 @@ def _take(chunk: dict[str, Any], reply: Reply, now: float) -> bool:
         reply.error = f"the stream failed: {_message(json.dumps(chunk))}"
         return False
     if usage := chunk.get("usage"):  # with its own last chunk, or with every one
-        reply.prompt_tokens, reply.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        counts = usage["prompt_tokens"], usage["completion_tokens"]
+        if not all(type(n) is int and n >= 0 for n in counts):
+            raise ValueError(f"usage {usage}")
+        reply.prompt_tokens, reply.output_tokens = counts
     if not (choices := chunk.get("choices")):
         return False
     choice = choices[0]
@@ -157,5 +160,5 @@ def _message(text: str) -> str:
     try:
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:QUOTED]
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, RecursionError):
         return text[:QUOTED].strip() or "(empty)"

@@ -17,6 +17,7 @@ from .rounds import positive
 
 ASSIGNMENTS = ("distinct", "uniform", "zipf", "none")
 RANGE_RATIO, SHARE = 0.0, 0.7  # defaults
+MAX_TOKENS, MAX_ADAPTER = 100_000_000, 99_999  # of a request; the highest number of one: all below are made
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,10 @@ def read(path: str, vocab: int, seed: int, limit: int | None = None) -> list[Ite
 
 
 def _item(line: str, vocab: int, rng: np.random.Generator) -> Item:
-    entry = json.loads(line)
+    try:
+        entry = json.loads(line)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     if not isinstance(entry, dict):
         raise ValueError("is no JSON object")
     unknown = sorted(set(entry) - {"prompt_token_ids", "prompt_len", "output_len", "adapter"})
@@ -195,7 +199,7 @@ def _item(line: str, vocab: int, rng: np.random.Generator) -> Item:
         raise ValueError("needs either prompt_token_ids or prompt_len")
     adapter = entry.get("adapter")
     if adapter is not None:
-        _whole("adapter", adapter, 0)
+        _whole("adapter", adapter, 0, MAX_ADAPTER)
     if "prompt_len" in entry:
         ids = rng.integers(0, vocab, _whole("prompt_len", entry["prompt_len"], 1)).tolist()
     else:
@@ -208,9 +212,9 @@ def _item(line: str, vocab: int, rng: np.random.Generator) -> Item:
     return Item(tuple(ids), _whole("output_len", entry.get("output_len"), 1), adapter)
 
 
-def _whole(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+def _whole(name: str, value: Any, low: int, high: int = MAX_TOKENS) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer in [{low}, {high}], got {str(value)[:40]}")
     return value
 
 
