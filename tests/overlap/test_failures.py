@@ -14,6 +14,19 @@ from lora_jax.request import Request, StepOutput
 from tests.support.overlap import add, drain, expected, given, tokens
 
 
+def drain_despite(kind: type[BaseException], llm: LLM) -> tuple[dict[str, list[StepOutput]], int]:
+    """Outputs of each request until all have ended, and how often `step` raised."""
+    outputs: dict[str, list[StepOutput]] = {}
+    raised = 0
+    while llm.engine.has_unfinished():
+        try:
+            for out in llm.engine.step():
+                outputs.setdefault(out.request_id, []).append(out)
+        except kind:
+            raised += 1
+    return outputs, raised
+
+
 class Broken:
     """Raises once, at the nth call of a method of the runtime that has this request in its step."""
 
@@ -83,15 +96,8 @@ def test_what_is_in_flight_is_told_before_a_dispatch_fails(llm, oracles, monkeyp
 @pytest.mark.parametrize("method", ["dispatch", "read"])
 def test_an_interrupt_loses_no_token_and_repeats_none(llm, oracles, monkeypatch, three, method, nth):
     Broken(llm, monkeypatch, method, three[0], nth, KeyboardInterrupt())
-    outputs: dict[str, list[StepOutput]] = {}
-    interrupts = 0
-    while llm.engine.has_unfinished():
-        try:
-            for out in llm.engine.step():
-                outputs.setdefault(out.request_id, []).append(out)
-        except KeyboardInterrupt:
-            interrupts += 1
-        llm.engine.check_integrity()
+    outputs, interrupts = drain_despite(KeyboardInterrupt, llm)
+    llm.engine.check_integrity()
     assert interrupts == 1
     for r, name in zip(three, "abc", strict=True):
         assert given(outputs, r) == expected(oracles[name], r)
@@ -120,14 +126,7 @@ def test_a_second_interrupt_while_the_engine_starts_over_costs_nothing(llm, orac
     }
     place, name = target[second]
     monkeypatch.setattr(place, name, once(getattr(place, name)))
-    outputs: dict[str, list[StepOutput]] = {}
-    interrupts = 0
-    while engine.has_unfinished():
-        try:
-            for out in engine.step():
-                outputs.setdefault(out.request_id, []).append(out)
-        except KeyboardInterrupt:
-            interrupts += 1
+    outputs, interrupts = drain_despite(KeyboardInterrupt, llm)
     assert interrupts == 2 and len(seen) >= 2
     for r, name in zip(three, "abc", strict=True):
         assert given(outputs, r) == expected(oracles[name], r)
@@ -144,14 +143,7 @@ def test_a_fault_in_the_bookkeeping_is_raised_once_and_costs_no_token(llm, oracl
         return resolve(plan, tokens)
 
     monkeypatch.setattr(engine._scheduler, "resolve", broken)
-    outputs: dict[str, list[StepOutput]] = {}
-    faults = 0
-    while engine.has_unfinished():
-        try:
-            for out in engine.step():
-                outputs.setdefault(out.request_id, []).append(out)
-        except ValueError:
-            faults += 1
+    outputs, faults = drain_despite(ValueError, llm)
     assert faults == 1
     for r, name in zip(three, "abc", strict=True):
         assert given(outputs, r) == expected(oracles[name], r)
@@ -170,14 +162,7 @@ def test_an_interrupt_between_two_outputs_of_a_step_delivers_the_first(llm, orac
             raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "_end", broken)
-    outputs: dict[str, list[StepOutput]] = {}
-    interrupts = 0
-    while engine.has_unfinished():
-        try:
-            for out in engine.step():
-                outputs.setdefault(out.request_id, []).append(out)
-        except KeyboardInterrupt:
-            interrupts += 1
+    outputs, interrupts = drain_despite(KeyboardInterrupt, llm)
     assert interrupts == 1
     for request in requests:
         assert given(outputs, request) == expected(oracles[None], request)
