@@ -20,7 +20,7 @@ SMALLEST_CARD_BYTES = 101_376
 
 
 # Of the other kernels of a step: L4 has the least shared memory.
-EVERY_OF_A_STEP = {"h200": 4, "a100": 4, "l4": 1, "h100": 8, "rtx4090": 4}
+EVERY_OF_A_STEP = {"h200": 8, "a100": 8, "l4": 1, "h100": 8, "rtx4090": 8}
 
 
 def compile_all(module: str, cards: dict[str, int]) -> Iterator[dict[str, Future[dict[str, Any]]]]:
