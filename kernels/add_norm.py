@@ -96,6 +96,10 @@ def _triton(x, y, scale, *, eps: float, interpret: bool) -> tuple[jax.Array, jax
 def _xla(x, y, scale, eps: float) -> tuple[jax.Array, jax.Array]:
     if y is not None:
         x = x + (jnp.sum(y, axis=0).astype(x.dtype) if y.ndim == 3 else y)
+    return x, rms_norm(x, scale, eps)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] normed over its last axis, in float32, rounded to x's dtype and scaled by scale [D]."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-    return x, scale * x32.astype(x.dtype)
+    return scale * (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)).astype(x.dtype)

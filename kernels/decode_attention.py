@@ -9,7 +9,6 @@ lengths. Sources: Su et al., "RoFormer", 2021; Dao et al., "Flash-Decoding for l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,11 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .online_softmax import NEG, chunk_pages, online_softmax, scored, visible
+from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, visible
 from .rope_cache import HeadNorms, check_heads, rotate, rotate_heads, split_heads, write_tokens
 from .tuning import attention_tiles
-
-Score = Callable[[jax.Array], jax.Array]  # from products of queries and keys to scores
 
 
 # ---- 1. the public op ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 NEG = -1e30  # finite: exp(NEG - NEG) is 1, not NaN, and is multiplied by an empty sum
+Score = Callable[[jax.Array], jax.Array]  # from products of queries and keys to scores
 
 
 def chunk_pages(num_pages: int, page_size: int, tokens: int) -> int:

@@ -8,7 +8,6 @@ Source of the method: Dao et al., "FlashAttention", 2022.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .online_softmax import NEG, chunk_pages, online_softmax, scored, visible
+from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, visible
 
 BLOCK_TOKENS = 64  # queries of one block, all of one sequence
 STAGED_BYTES = 64 << 10  # keys and values in shared memory; the smallest cards have 99 KB
-
-
-Score = Callable[[jax.Array], jax.Array]  # from products of queries and keys to scores
 
 
 # ---- 1. the public op ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
+from .add_norm import rms_norm
 
 TILE_TOKENS = 8
 
@@ -173,11 +174,6 @@ def split_heads(qkv: jax.Array, kv: jax.Array, heads: int) -> tuple[jax.Array, j
     return q, k, v
 
 
-def _normed(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    return scale * (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)).astype(x.dtype)
-
-
 def _rotated(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     cos, sin = (part[:, None] for part in rope)
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
@@ -186,7 +182,7 @@ def _rotated(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def rotate_heads(q, k, v, rope, norms: HeadNorms | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     if norms is not None:
-        q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     return _rotated(q, rope), _rotated(k, rope), v
 
 
