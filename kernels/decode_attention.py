@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, visible
+from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, softmax_step, visible
 from .rope_cache import HeadNorms, check_heads, rotate, rotate_heads, split_heads, write_tokens
 from .tuning import attention_tiles
 
@@ -173,15 +173,9 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
 
 def _attend_group(q_gd, score: Score, state, seen, k_td, v_td):
     """One step of the online softmax for G queries, on tensor cores."""
-    m, n, acc = state
     precision = lax.Precision.HIGHEST if q_gd.dtype == jnp.float32 else lax.Precision.DEFAULT
     s_gt = score(jnp.dot(q_gd, k_td.T, precision=precision, preferred_element_type=jnp.float32))
-    s_gt = jnp.where(seen[None, :], s_gt, NEG)
-    m_new = jnp.maximum(m, jnp.max(s_gt, axis=1))
-    p_gt = jnp.where(seen[None, :], jnp.exp(s_gt - m_new[:, None]), 0.0)
-    fade = jnp.exp(m - m_new)
-    pv_gd = jnp.dot(p_gt.astype(v_td.dtype), v_td, precision=precision, preferred_element_type=jnp.float32)
-    return m_new, n * fade + jnp.sum(p_gt, axis=1), acc * fade[:, None] + pv_gd
+    return softmax_step(state, s_gt, seen[None, :], v_td)
 
 
 def _attend_one(q_1d, score: Score, state, seen, k_td, v_td):

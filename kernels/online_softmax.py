@@ -56,6 +56,19 @@ def scored(products: jax.Array, scale: float, softcap: float | None) -> jax.Arra
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
+def softmax_step(state, scores: jax.Array, seen: jax.Array, values: jax.Array):
+    """Inside kernels, one step for n queries: state (largest score [n], sum [n], weighted values [n, D]), scores float32 [n, T],
+    seen broadcastable to them, values [T, D], multiplied on tensor cores unless they are float32."""
+    m, n, acc = state
+    precision = lax.Precision.HIGHEST if values.dtype == jnp.float32 else lax.Precision.DEFAULT
+    scores = jnp.where(seen, scores, NEG)
+    m_new = jnp.maximum(m, jnp.max(scores, axis=1))
+    p = jnp.where(seen, jnp.exp(scores - m_new[:, None]), 0.0)
+    fade = jnp.exp(m - m_new)
+    weighed = jnp.dot(p.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32)
+    return m_new, n * fade + jnp.sum(p, axis=1), acc * fade[:, None] + weighed
+
+
 def visible(key_pos: jax.Array, query_pos: jax.Array, window: int | None) -> jax.Array:
     mask = key_pos <= query_pos
     return mask if window is None else mask & (key_pos > query_pos - window)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, visible
+from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, softmax_step, visible
 
 BLOCK_TOKENS = 64  # queries of one block, all of one sequence
 STAGED_BYTES = 64 << 10  # keys and values in shared memory; the smallest cards have 99 KB
@@ -102,7 +102,6 @@ def _kernel(
         query = (position + own)[:, None]
 
         def body(i, carry):
-            m, n, acc = carry
             t = i * block_t + lax.iota(jnp.int32, block_t)
             written = t < end  # what is not written yet is not read: a page may hold another sequence's NaN
             page = plgpu.load(pages.at[entry + lax.div(t, page_size)], mask=written, other=0)
@@ -115,12 +114,7 @@ def _kernel(
             v_td = plgpu.load(kv.at[*of(1)], mask=mask_td, other=0)
             s_qt = score(jnp.dot(q_qd, k_td.T, precision=precision, preferred_element_type=jnp.float32))
             seen = visible(t[None], query, window) & (own < tokens)[:, None]
-            s_qt = jnp.where(seen, s_qt, NEG)
-            m_new = jnp.maximum(m, jnp.max(s_qt, axis=1))
-            p_qt = jnp.where(seen, jnp.exp(s_qt - m_new[:, None]), 0.0)
-            fade = jnp.exp(m - m_new)
-            pv_qd = jnp.dot(p_qt.astype(v_td.dtype), v_td, precision=precision, preferred_element_type=jnp.float32)
-            return m_new, n * fade + jnp.sum(p_qt, axis=1), acc * fade[:, None] + pv_qd
+            return softmax_step(carry, s_qt, seen, v_td)
 
         begin = (
             jnp.full((block_q,), NEG, jnp.float32),

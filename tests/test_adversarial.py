@@ -41,10 +41,7 @@ MODULE = "model.layers.0.self_attn.q_proj"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        family, options = tiny.ARCHITECTURES["llama"]
-        patch.setitem(tiny.ARCHITECTURES, "flat", (family, {**options, "num_hidden_layers": 1}))
-        return tiny.save_base("flat", tmp_path_factory.mktemp("base"))
+    return tiny.save_base("llama", tmp_path_factory.mktemp("base"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -62,9 +62,10 @@ def quiet(f: F) -> F:
 
 
 @quiet
-def save_base(name: str, folder: Path, seed: int = 0) -> Path:
-    """One of ARCHITECTURES with random weights, biases and norms, as an ordinary checkpoint."""
+def save_base(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """One of ARCHITECTURES with random weights, biases and norms, as an ordinary checkpoint. changes: of its configuration."""
     family, options = ARCHITECTURES[name]
+    options = {**options, **changes}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**{**_SMALL, **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
