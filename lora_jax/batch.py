@@ -97,7 +97,7 @@ class BatchBuilder:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """tokens [bucket]; meta [3, bucket]: position, sequence (-1: padding), cache index; page_list [3, N]: page, its
         sequence (-1: unused), its first position; blocks [4, B] of queries: first token, tokens, position, first entry of the
-        page list; last [max_prefill_seqs]: each sequence's last token."""
+        page list; last [2, max_prefill_seqs]: each sequence's last token, and the row that its sampled token goes to."""
         size, room = self.cache.page_size, self.scheduler.max_prefill_seqs
         tokens = np.zeros(bucket, np.int32)
         meta = np.zeros((3, bucket), np.int32)
@@ -105,7 +105,8 @@ class BatchBuilder:
         page_list = np.zeros((3, self.page_list_len(bucket)), np.int32)
         page_list[1] = -1
         blocks = np.zeros((4, -(-bucket // BLOCK_TOKENS) + room), np.int32)
-        last = np.zeros(room, np.int32)
+        last = np.zeros((2, room), np.int32)
+        last[1] = self.rows(rows, room)
         if not rows:
             return tokens, meta, page_list, blocks, last
         # one numpy call for all rows, not one a row: 64 short prompts would take longer than the device does
@@ -137,7 +138,7 @@ class BatchBuilder:
             starts[of_block] + done,
             listed[of_block],
         )
-        last[: len(rows)] = first + counts - 1
+        last[0, : len(rows)] = first + counts - 1
         return tokens, meta, page_list, blocks, last
 
     def slot_ids(self, rows: Sequence[ScheduledRow], bucket: int) -> np.ndarray:

@@ -64,9 +64,9 @@ class Runtime:
         loads its kernels and instantiates its graphs."""
         for key in self.table.keys():
             if key.phase in ("decode", "prefill"):
-                logits, *hidden = self._model_step(key, ())
+                _, logits, *hidden = self._model_step(key, ())
                 for mode in SAMPLE_MODES:
-                    self._sample(logits, (), mode)
+                    self._sample(mode, logits, ())
                 if hidden:
                     self._prompt_logprobs_step(key, (), hidden[0])
             progress(key)
@@ -87,9 +87,11 @@ class Runtime:
             for row in plan.rows:
                 if row.start == 0:
                     self._start_row(row.request)
-        logits, *hidden = self._model_step(plan.key, plan.rows)
-        tokens, logprobs = self._sample(logits, plan.rows)
-        prompt_logprobs = None
+        tokens, logits, *hidden = self._model_step(plan.key, plan.rows)
+        logprobs = prompt_logprobs = None
+        mode = self._settings.mode(plan.rows)
+        if mode is not None:
+            tokens, logprobs = self._sample(mode, logits, plan.rows)
         if hidden and any(row.request.params.prompt_logprobs is not None for row in plan.rows):
             prompt_logprobs = self._prompt_logprobs_step(plan.key, plan.rows, hidden[0])
         for array in jax.tree.leaves((tokens, logprobs, prompt_logprobs)):
@@ -129,26 +131,24 @@ class Runtime:
         return (self._params, self._stacks), (self.spec.builder.slot_ids(rows, key.bucket),)
 
     def _model_step(self, key: StepKey, rows: Sequence[ScheduledRow]) -> tuple:
+        """(greedy tokens, logits), and the hidden rows of a prefill."""
         builder, (head, tail) = self.spec.builder, self._lora_args(key, rows)
         if key.phase == "decode":
             self._rows.update(rows)
-            inputs = (self._last_tokens, builder.decode(rows, key.bucket, self._rows))
+            inputs = (builder.decode(rows, key.bucket, self._rows),)
         else:
             inputs = builder.prefill(rows, key.bucket)
-        *out, self._kv = self._call(key, *head, self._kv, *inputs, *tail)
+        *out, self._last_tokens, self._kv = self._call(key, *head, self._kv, self._last_tokens, *inputs, *tail)
         return tuple(out)
 
     def _sample(
-        self, logits: jax.Array, scheduled: Sequence[ScheduledRow], mode: SampleMode | None = None
+        self, mode: SampleMode, logits: jax.Array, scheduled: Sequence[ScheduledRow]
     ) -> tuple[jax.Array, TokenLogprobs | None]:
-        """mode: None takes the cheapest that serves the rows."""
+        """Chooses the tokens of all rows anew, in place of the model step's greedy ones."""
         bucket, builder = logits.shape[0], self.spec.builder
         rows, index = builder.rows(scheduled, bucket), builder.indices(scheduled, bucket)
-        key = StepKey("sample", bucket, mode=mode or self._settings.mode(rows, index))
-        if key.mode == "greedy":
-            tokens, self._last_tokens = self._call(key, logits, self._last_tokens, rows)
-            return tokens, None
         batch = self._settings.arrays(rows, index)
+        key = StepKey("sample", bucket, mode=mode)
         out = self._call(key, logits, self._last_tokens, rows, self._state, batch)
         tokens, self._last_tokens, self._state, *logprobs = out
         return tokens, logprobs[0] if logprobs else None

@@ -82,13 +82,13 @@ def to_logprobs(logprobs: TokenLogprobs, row: int, token: int, k: int, text: Cal
 
 
 def sample_greedy(logits: jax.Array, last_tokens: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each row's most likely token (of equals the lowest id), -1 without a finite one.
+    """Each row's most likely token; part of every model step.
 
     logits: [R, V] float. last_tokens: int32 [S], donated. rows: int32 [R], the rows of last_tokens that the tokens go to
-    (the padding row for those that nobody waits for). Returns: tokens int32 [R], last_tokens with them.
+    (the padding row for those that nobody waits for). Returns: tokens int32 [R], last_tokens with them. A row whose logits
+    hold a NaN, or no finite maximum, gives -1.
     """
-    x_rv = logits.astype(jnp.float32)
-    tokens = _checked(jnp.argmax(x_rv, axis=-1).astype(jnp.int32), x_rv)
+    tokens = _most_likely(lax.optimization_barrier(logits))  # as rounded for the caller: XLA may keep more bits inside
     return tokens, _kept(last_tokens, rows, tokens)
 
 
@@ -103,7 +103,8 @@ def sample_full(
     """
     raw_rv = logits.astype(jnp.float32)
     floats, ints = jnp.asarray(batch["floats"]), jnp.asarray(batch["ints"])
-    tokens = _checked(_choose(_penalised(raw_rv, rows, state, floats, ints), floats, ints), raw_rv)
+    tokens = _choose(_penalised(raw_rv, rows, state, floats, ints), floats, ints)
+    tokens = jnp.where(_most_likely(raw_rv) < 0, -1, tokens)
     counted = jnp.where(tokens < 0, raw_rv.shape[1], tokens)
     counts = state.output_counts.at[rows, counted].add(1, mode="drop")
     return tokens, _kept(last_tokens, rows, tokens), state._replace(output_counts=counts)
@@ -118,6 +119,8 @@ def sample_logprobs(
 
 
 def _kept(last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+    if len(rows) == 1:  # a scatter of one element would be two kernels
+        return lax.dynamic_update_slice(last_tokens, tokens, rows)
     return last_tokens.at[rows].set(tokens, mode="promise_in_bounds")
 
 
@@ -139,10 +142,22 @@ def reset_row(state: SamplingState, row: jax.Array, prompt_ids: jax.Array, outpu
     return SamplingState(state.prompt_seen.at[row].set(seen), state.output_counts.at[row].set(counts))
 
 
-def _checked(tokens: jax.Array, raw_rv: jax.Array) -> jax.Array:
-    """-1 where the raw logits hold a NaN or their largest is infinite: argmax points at a NaN if there is one."""
-    worst = jnp.take_along_axis(raw_rv, jnp.argmax(raw_rv, axis=-1, keepdims=True), axis=-1)[:, 0]
-    return jnp.where(jnp.isfinite(worst), tokens, -1)
+def _most_likely(logits: jax.Array) -> jax.Array:
+    """int32 [R]: the id of each row's largest logit, of equals the lowest; -1 where there is a NaN or it is infinite.
+
+    One reduction gives both, so that a GPU needs no further kernel: what spoils a row counts as its largest value, with id
+    -1, and the reduction starts from -1, which stays where all are -inf.
+    """
+    x_rv = logits.astype(jnp.float32)
+    x_rv = jnp.where(jnp.isnan(x_rv), jnp.inf, x_rv)
+    ids_rv = jnp.where(x_rv == jnp.inf, -1, lax.broadcasted_iota(jnp.int32, x_rv.shape, 1))
+
+    def larger(one, other):
+        (x, id), (y, other_id) = one, other
+        first = (x > y) | ((x == y) & (id < other_id))
+        return jnp.where(first, x, y), jnp.where(first, id, other_id)
+
+    return lax.reduce((x_rv, ids_rv), (np.float32(-np.inf), np.int32(-1)), larger, (1,))[1]
 
 
 def _penalised(x_rv: jax.Array, rows: jax.Array, state: SamplingState, floats: jax.Array, ints: jax.Array) -> jax.Array:

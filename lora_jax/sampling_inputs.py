@@ -6,12 +6,18 @@ Letters: R rows of a batch, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .errors import RequestError
 from .request import Request, SamplingParams
-from .step_keys import SAMPLE_MODES, SampleMode
+from .step_keys import SampleMode
+
+if TYPE_CHECKING:
+    from .plan import ScheduledRow
 
 MAX_BANNED = 16  # ids that min_tokens can hold back
 GREEDY_BELOW = 1e-5  # temperatures below count as 0, as in vLLM: dividing by them would overflow
@@ -23,7 +29,6 @@ _GREEDY_FLOATS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 # What float32 arithmetic with logits bears; beyond, the answer is that of the limit. (-inf / inf, say, would be NaN.)
 _MAX_TEMPERATURE = 1e20
 _REPETITION_SPAN = 1e-10, 1e10
-_GREEDY, _FULL, _LOGPROBS = range(len(SAMPLE_MODES))
 
 
 def banned_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> list[int]:
@@ -57,7 +62,8 @@ class RowSettings:
         self._ints = np.zeros((num_rows + 1, BANNED + MAX_BANNED), np.int32)
         self._ints[:, BANNED:] = vocab_size
         self._min_tokens = np.zeros(num_rows + 1, np.int64)
-        self._mode = np.full(num_rows + 1, _GREEDY, np.int8)
+        self._greedy_from: list[float] = [0] * num_rows  # the first index of the output that needs no sample entry
+        self._logprobs = [False] * num_rows
 
     def put(self, row: int, request: Request) -> None:
         """From now on the row is this request's."""
@@ -73,14 +79,16 @@ class RowSettings:
         self._ints[row, BANNED:] = vocab
         self._ints[row, BANNED : BANNED + len(banned)] = banned
         self._min_tokens[row] = min(p.min_tokens, np.iinfo(np.int64).max)
-        self._mode[row] = _LOGPROBS if p.logprobs is not None else _FULL if random or p.penalised else _GREEDY
+        self._logprobs[row] = p.logprobs is not None
+        self._greedy_from[row] = math.inf if random or p.penalised or self._logprobs[row] else p.min_tokens
 
-    def mode(self, rows: np.ndarray, index: np.ndarray) -> SampleMode:
-        """The cheapest sample entry that serves all rows: "greedy" (plain argmax), "full", or "logprobs"."""
-        mode = int(self._mode[rows].max(initial=_GREEDY))
-        if mode == _GREEDY and bool((index < self._min_tokens[rows]).any()):
-            mode = _FULL
-        return SAMPLE_MODES[mode]
+    def mode(self, rows: Sequence[ScheduledRow]) -> SampleMode | None:
+        """The cheapest sample entry that serves all rows; None: the greedy tokens of the model step do."""
+        greedy_from = self._greedy_from
+        others = [row.request.row for row in rows if row.samples and row.index < greedy_from[row.request.row]]
+        if not others:
+            return None
+        return "logprobs" if any(self._logprobs[row] for row in others) else "full"
 
     def arrays(self, rows: np.ndarray, index: np.ndarray) -> dict[str, np.ndarray]:
         """ "floats" float32 [R, 6] and "ints" int32 [R, 4 + MAX_BANNED] of rows int32 [R], each about to choose the token of

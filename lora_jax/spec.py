@@ -28,7 +28,6 @@ from .sampling import (
     init_state,
     reset_row,
     sample_full,
-    sample_greedy,
     sample_logprobs,
     state_avals,
 )
@@ -142,9 +141,11 @@ def _placed(spec: RuntimeSpec, tree: Any) -> Any:
 def _wave(spec: RuntimeSpec, key: StepKey) -> int:
     """Programs that hold an equal product or fusion compile one after another: on a GPU the first one's autotuning result
     is then the one of all, and not, where two threads tune at once, sometimes the one and sometimes the other. Plain steps
-    come before LoRA steps; every prefill shares its head with the decode step of as many rows, prompt_logprobs theirs."""
-    later = {"prefill": 1, "prompt_logprobs": 1 if key.bucket == spec.builder.scheduler.token_buckets[0] else 2}
-    return 3 * key.lora + (1 if key.mode == "logprobs" else later.get(key.phase, 0))
+    come before LoRA steps; every prefill shares its head with the decode step of as many rows, prompt_logprobs theirs; sampling
+    shares the greedy choice with the decode step of its rows, and logprobs all that full holds."""
+    first = spec.builder.scheduler.token_buckets[0]
+    later = {"prefill": 1, "prompt_logprobs": 1 + (key.bucket > first), "sample": 1 + (key.mode == "logprobs")}
+    return 3 * key.lora + later.get(key.phase, 0)
 
 
 def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
@@ -163,27 +164,23 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
         fn = (adapters if key.lora else plain)[key.phase]
         head = (params, *(stacks if key.lora else ()))
         args: tuple[Any, ...]
-        donate: tuple[int, ...]
         tail = (placed(builder.slot_ids((), key.bucket)),) if key.lora else ()
+        donate: tuple[int, ...] = (len(head), len(head) + 1)  # pages and last tokens
         if key.phase == "prompt_logprobs":
             args = (array((key.bucket, model.hidden_size), spec.dtype), placed(builder.targets((), key.bucket)))
             donate = ()
         elif key.phase == "decode":
-            args, donate = (kv, last_tokens, placed(builder.decode((), key.bucket, table))), (len(head),)
+            args = (kv, last_tokens, placed(builder.decode((), key.bucket, table)))
         else:
-            args, donate = (kv, *placed(builder.prefill((), key.bucket))), (len(head),)
+            args = (kv, last_tokens, *placed(builder.prefill((), key.bucket)))
         return Entry(fn, (*head, *args, *tail), donate, spec.compiler_options, wave=_wave(spec, key))
 
     def sample_entry(key: StepKey) -> Entry:
         logits = array((key.bucket, vocab), spec.dtype)
         rows = builder.rows((), key.bucket)
-        args = (logits, last_tokens, placed(rows))
-        if key.mode == "greedy":
-            return Entry(sample_greedy, args, (1,), spec.compiler_options)
-        args = (*args, state, placed(settings.arrays(rows, np.zeros_like(rows))))
-        if key.mode == "full":
-            return Entry(sample_full, args, (1, 3), spec.compiler_options)
-        fn = functools.partial(sample_logprobs, max_logprobs=spec.max_logprobs)
+        args = (logits, last_tokens, placed(rows), state, placed(settings.arrays(rows, np.zeros_like(rows))))
+        with_logprobs = functools.partial(sample_logprobs, max_logprobs=spec.max_logprobs)
+        fn = with_logprobs if key.mode == "logprobs" else sample_full
         return Entry(fn, args, (1, 3), spec.compiler_options, wave=_wave(spec, key))
 
     def state_entry(key: StepKey) -> Entry:

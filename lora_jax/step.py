@@ -18,7 +18,7 @@ from jax import lax
 
 from .kv_cache import DecodeInputs, PrefillInputs
 from .lora.apply import LoRAStack, SlotIds
-from .sampling import gather_logprobs
+from .sampling import gather_logprobs, sample_greedy
 
 Params = tuple[jax.Array, ...]
 Pages = tuple[jax.Array, ...]
@@ -55,19 +55,25 @@ class ModelDef:
         return nnx.merge(self.graphdef, nnx.from_flat_state(slots), nnx.from_flat_state(values), state)
 
 
-def _decode(model, kv: Pages, last_tokens: jax.Array, meta: jax.Array, implementation: str) -> tuple[jax.Array, Pages]:
-    inputs = DecodeInputs(meta[:, 0], meta[:, 2:], implementation)
-    tokens = jnp.maximum(last_tokens[meta[:, 1]], 0)  # -1: a row that failed; nobody reads what it gives
+def _decode(
+    model, kv: Pages, last_tokens: jax.Array, meta: jax.Array, implementation: str
+) -> tuple[jax.Array, jax.Array, jax.Array, Pages]:
+    inputs, rows = DecodeInputs(meta[:, 0], meta[:, 2:], implementation), meta[:, 1]
+    tokens = jnp.maximum(last_tokens[rows], 0)  # -1: a row that failed; nobody reads what it gives
     hidden, kv = model.model(tokens, inputs.positions, kv, inputs)
-    return model.lm_head(hidden), kv
+    logits = model.lm_head(hidden)
+    chosen, last_tokens = sample_greedy(logits, last_tokens, rows)
+    return chosen, logits, last_tokens, kv
 
 
 def _prefill(
-    model, kv: Pages, tokens, meta, page_list, blocks, last, implementation: str
-) -> tuple[jax.Array, jax.Array, Pages]:
+    model, kv: Pages, last_tokens: jax.Array, tokens, meta, page_list, blocks, last, implementation: str
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Pages]:
     inputs = PrefillInputs(*meta, page_list=page_list, blocks=blocks, implementation=implementation)
     hidden, kv = model.model(tokens, inputs.positions, kv, inputs)
-    return model.lm_head(hidden[last]), hidden, kv
+    logits = model.lm_head(hidden[last[0]])
+    chosen, last_tokens = sample_greedy(logits, last_tokens, last[1])
+    return chosen, logits, hidden, last_tokens, kv
 
 
 def _prompt_logprobs(head: Callable, targets: jax.Array, k: int, *rows: jax.Array, block: int = 32):
@@ -82,18 +88,21 @@ def _prompt_logprobs(head: Callable, targets: jax.Array, k: int, *rows: jax.Arra
 
 def plain_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:
     """decode(params, kv, last_tokens int32 [max_num_seqs + 1], meta int32 [R, 2 + P]: position, row of last_tokens, block
-    table) -> (logits [R, V], kv).
-    prefill(params, kv, tokens [T], meta int32 [3, T]: position, sequence, cache index; page_list int32 [3, N];
-    blocks int32 [4, B]; last int32 [S]: rows whose logits are wanted) -> (logits [S, V], hidden [T, hidden], kv).
+    table) -> (tokens int32 [R], logits [R, V], last_tokens, kv).
+    prefill(params, kv, last_tokens, tokens [T], meta int32 [3, T]: position, sequence, cache index; page_list int32 [3, N];
+    blocks int32 [4, B]; last int32 [2, S]: place in [T] whose logits are wanted, row of last_tokens) -> (tokens int32 [S],
+    logits [S, V], hidden [T, hidden], last_tokens, kv).
     prompt_logprobs(params, hidden, targets int32 [T]) -> what `gather_logprobs` gives, for all T.
+    tokens: the greedy choice, as `sample_greedy` makes it, and left in last_tokens. kv, last_tokens: donated.
     implementation: of the step's kernels, "triton" or "xla".
     """
 
     def decode_step(params, kv, last_tokens, meta):
         return _decode(definition.plain(params), kv, last_tokens, meta, implementation)
 
-    def prefill_step(params, kv, tokens, meta, page_list, blocks, last):
-        return _prefill(definition.plain(params), kv, tokens, meta, page_list, blocks, last, implementation)
+    def prefill_step(params, kv, last_tokens, tokens, meta, page_list, blocks, last):
+        model = definition.plain(params)
+        return _prefill(model, kv, last_tokens, tokens, meta, page_list, blocks, last, implementation)
 
     def prompt_logprobs_step(params, hidden, targets):
         return _prompt_logprobs(definition.plain(params).lm_head, targets, max_logprobs, hidden)
@@ -108,9 +117,9 @@ def lora_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> 
         model = definition.with_adapters(params, stacks, slot_ids, slot_ids)
         return _decode(model, kv, last_tokens, meta, implementation)
 
-    def prefill_lora_step(params, stacks, kv, tokens, meta, page_list, blocks, last, slot_ids):
-        model = definition.with_adapters(params, stacks, slot_ids, slot_ids[last])
-        return _prefill(model, kv, tokens, meta, page_list, blocks, last, implementation)
+    def prefill_lora_step(params, stacks, kv, last_tokens, tokens, meta, page_list, blocks, last, slot_ids):
+        model = definition.with_adapters(params, stacks, slot_ids, slot_ids[last[0]])
+        return _prefill(model, kv, last_tokens, tokens, meta, page_list, blocks, last, implementation)
 
     def prompt_logprobs_lora_step(params, stacks, hidden, targets, slot_ids):
         head = lambda rows, ids: definition.with_adapters(params, stacks, ids, ids).lm_head(rows)  # noqa: E731

@@ -8,8 +8,8 @@ from typing import Literal
 from .config import SchedulerConfig
 
 Phase = Literal["prefill", "decode", "prompt_logprobs", "sample", "sampling_state", "init", "init_slots", "write_slot"]
-SampleMode = Literal["greedy", "full", "logprobs"]
-SAMPLE_MODES: tuple[SampleMode, ...] = ("greedy", "full", "logprobs")
+SampleMode = Literal["full", "logprobs"]
+SAMPLE_MODES: tuple[SampleMode, ...] = ("full", "logprobs")
 
 
 @dataclass(frozen=True, order=True)

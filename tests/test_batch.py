@@ -65,7 +65,7 @@ def test_only_rows_that_sample_get_a_token():
 def test_prefill_places_each_token():
     rows = [ScheduledRow(request(2, [1, 2]), 3, 2, True, 0), ScheduledRow(request(1, [3]), 0, 1, False, 0)]
     tokens, meta, page_list, blocks, last = BUILDER.prefill(rows, 4)
-    assert tokens.tolist() == [13, 14, 10, 0] and last.tolist() == [1, 2, 0]
+    assert tokens.tolist() == [13, 14, 10, 0] and last.tolist() == [[1, 2, 0], [2, PAD, PAD]]
     assert meta.tolist() == [[3, 4, 0, 0], [0, 0, 1, -1], [1 * 4 + 3, 2 * 4, 3 * 4, 0]]
     assert page_list[:, :4].tolist() == [[1, 2, 3, 0], [0, 0, 1, -1], [0, 4, 0, 0]]
     assert blocks[:, :3].T.tolist() == [[0, 2, 3, 0], [2, 1, 0, 2], [0, 0, 0, 0]]
@@ -88,7 +88,7 @@ def test_blocks_hold_every_token_once(start, counts, padding, page_size, rng):
         pages = [rng.randrange(1, 2000) for _ in range(builder.cache.pages_for(first + n + rng.randrange(40)))]
         rows.append(ScheduledRow(request(i, pages, first + n), first, n, True, 0))
         wanted += [(i, position, pages) for position in range(first, first + n)]
-    _, (positions, sequences, index), page_list, blocks, _ = builder.prefill(rows, bucket)
+    _, (positions, sequences, index), page_list, blocks, last = builder.prefill(rows, bucket)
     assert blocks.dtype == np.int32 and blocks.shape == builder.prefill((), bucket)[3].shape
     seen = []
     for at, tokens, position, entry in blocks.T.tolist():
@@ -104,4 +104,6 @@ def test_blocks_hold_every_token_once(start, counts, padding, page_size, rng):
             assert page_list[0, used].tolist() == pages[: page + 1]
             assert (page_list[1, used] == sequence).all()
             assert page_list[2, used].tolist() == [p * page_size for p in range(page + 1)]
+    assert last.T[: len(rows)].tolist() == [[sum(counts[: i + 1]) - 1, i] for i in range(len(rows))]
+    assert (last[1, len(rows) :] == 4).all()
     assert seen == list(range(len(wanted))) and (sequences[len(wanted) :] == -1).all()

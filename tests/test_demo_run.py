@@ -14,7 +14,7 @@ import pytest
 from lora_jax.demo import run, server_process
 from lora_jax.demo.assets import DemoAssets
 
-# Counts hits as the engine does: one step with or without LoRA for each request, by its model's name.
+# Counts hits as the engine does: one step with or without LoRA for each request, by its model's name, and slot writes.
 FAKE = """
 import json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,7 +28,7 @@ if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if mode == "slow":
     time.sleep(60)
-hits = {"decode[1]": 5, "decode[1]+lora": 7, "sample[1]/greedy": 12}
+hits = {"decode[1]": 5, "decode[1]+lora": 7, "write_slot[1]+lora": 3}
 
 class Handler(BaseHTTPRequestHandler):
     def reply(self, content, status=200):
@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(3)
         lora = body["model"] != "base-model" or mode == "always-lora"
         hits["decode[1]+lora" if lora else "decode[1]"] += 1
-        hits["sample[1]/greedy"] += 1
+        hits["write_slot[1]+lora"] += lora
         assert body["temperature"] == 0
         text = body["model"] + " says: " + body["messages"][0]["content"]
         self.reply({"choices": [{"message": {"content": text}, "finish_reason": "length"}]})
@@ -95,10 +95,10 @@ def test_a_good_run_prints_answers_and_executables(fake, capsys):
         for model in ("base-model", "json", "pirate"):
             assert f"| {model:<10} | {model} says: {prompt} ..." in out
     n = len(run.PROMPTS)
-    assert [line.split() for line in out.splitlines() if line.startswith(("decode", "sample"))] == [
+    assert [line.split() for line in out.splitlines() if line.startswith(("decode", "write"))] == [
         ["decode[1]", str(n), str(n)],
         ["decode[1]+lora", ".", str(2 * n)],
-        ["sample[1]/greedy", str(n), str(3 * n)],
+        ["write_slot[1]+lora", ".", str(2 * n)],
     ]
     assert f"all {n} steps ran the executables without LoRA" in " ".join(out.split())
     assert "loading the model" in err and gone(pid_file)
@@ -156,6 +156,6 @@ def test_tables_wrap_and_sort():
     answers = {("base", "Why?"): "word " * 30, ("x", "Why?"): ""}
     table = run.answer_table(answers, ["Why?"], ["base", "x"], 60).splitlines()
     assert {len(line) for line in table} == {60} and "(empty)" in table[-2]
-    ran = {"sample[1]/greedy": 1, "prefill[32]+lora": 1, "decode[8]": 1, "decode[2]": 1, "decode[4]": 0}
+    ran = {"sample[1]/full": 1, "prefill[32]+lora": 1, "decode[8]": 1, "decode[2]": 1, "decode[4]": 0}
     rows = [line.split()[0] for line in run.hits_table({"a": ran}).splitlines()[2:]]
-    assert rows == ["decode[2]", "decode[8]", "prefill[32]+lora", "sample[1]/greedy"]
+    assert rows == ["decode[2]", "decode[8]", "prefill[32]+lora", "sample[1]/full"]

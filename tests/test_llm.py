@@ -11,6 +11,9 @@ import pytest
 
 from lora_jax import LLM, LoRARequest, SamplingParams
 from lora_jax.errors import AdapterError, AdapterNotFoundError, ConfigError, LoraJaxError, RequestError
+from lora_jax.plan import ScheduledRow
+from lora_jax.request import Request
+from lora_jax.step_keys import StepKey
 from tests.support import tiny
 
 TOLERANCE = 1e-3  # logits, float32 with exact products
@@ -216,6 +219,61 @@ def test_no_step_copies_the_cache(llm):
             text = llm.step_table.compiled(key).as_text()
             copies = re.findall(rf"= f32\[(?:{shape}|{flat})\]\S* copy\(", text)
             assert not copies and f"f32[{shape}]" in text, (str(key), copies)
+
+
+def test_greedy_tokens_need_no_program_of_their_own(llm, oracles):
+    def run(**params) -> tuple[list[int], dict[str, int]]:
+        before = {r["key"]: r["hits"] for r in llm.step_table.report()}
+        more = SamplingParams(**{**GREEDY, "max_tokens": 6, **params})
+        both = [SamplingParams(max_tokens=6, **GREEDY), more]
+        output = llm.generate([prompt(tokens(0, 5)), prompt(tokens(1, 40))], both, use_tqdm=False)[0]
+        ran = {r["key"]: r["hits"] - before[r["key"]] for r in llm.step_table.report() if r["hits"] > before[r["key"]]}
+        return output.outputs[0].token_ids, ran
+
+    want, margin = oracles[None].greedy(tokens(0, 5), 6)
+    assert margin > TOLERANCE
+    steps = lambda ran, phase: sum(n for key, n in ran.items() if key.startswith(phase))  # noqa: E731
+    for params, sampled in ({}, 0), (dict(min_tokens=2), 2), (dict(temperature=1.0, seed=1), 6), (dict(logprobs=1), 6):
+        got, ran = run(**params)
+        assert got == want, "the greedy row beside it"
+        assert steps(ran, "sample") == sampled and steps(ran, "prefill") > 1 and steps(ran, "decode") > 5, (params, ran)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_step_leaves_its_tokens_on_the_rows_that_sample(llm, lora):
+    runtime, before = llm.engine._runtime, np.array([3, 4, 5, 6, 7], np.int32)
+    requests = [Request(str(row), tokens(row, 9), SamplingParams(), row=row) for row in (2, 1)]
+    for i, request in enumerate(requests):
+        request.pages = [3 * i + 1, 3 * i + 2, 3 * i + 3]
+
+    def run(phase, bucket: int, *inputs) -> tuple[np.ndarray, list[int], list[int]]:
+        key = StepKey(phase, bucket, lora)
+        head, tail = runtime._lora_args(key, ())
+        kv, *_ = llm.step_table[StepKey("init", 1)]()  # pages of its own: a step takes them
+        chosen, logits, *_, after, _ = llm.step_table[key](*head, kv, before, *inputs, *tail)
+        return np.asarray(logits), chosen.tolist(), after.tolist()
+
+    builder = runtime.spec.builder
+    rows = [ScheduledRow(requests[0], 0, 9, True, 0), ScheduledRow(requests[1], 0, 6, False, 0)]
+    logits, chosen, after = run("prefill", 32, *builder.prefill(rows, 32))
+    assert chosen == logits.argmax(-1).tolist() and after[:4] == [3, 4, chosen[0], 6] and chosen[0] != 5
+    table = builder.table()
+    table.update(rows)
+    rows = [ScheduledRow(request, 8, 1, True, 0) for request in requests]
+    logits, chosen, after = run("decode", 4, builder.decode(rows, 4, table))
+    assert chosen == logits.argmax(-1).tolist() and after[:4] == [3, chosen[1], chosen[0], 6]
+    assert chosen[0] not in (5, chosen[1])
+
+
+@pytest.mark.parametrize("names", [(None, "head"), ("head", None)])
+def test_the_first_token_has_the_head_of_its_own_adapter(llm, adapters, oracles, names):
+    """Two prompts of one prefill step."""
+    llm.load_lora("head", str(adapters["head"]))
+    prompts, params = [prompt(tokens(i, 9)) for i in range(2)], SamplingParams(max_tokens=1, logprobs=5, **GREEDY)
+    outputs = llm.generate(prompts, params, [name and LoRARequest(name) for name in names], use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
+        want = oracles[name].logprobs(output.prompt_token_ids)[-1]
+        assert all(abs(at.logprob - want[token]) < TOLERANCE for token, at in output.outputs[0].logprobs[0].items())
 
 
 def test_the_compilation_counter_counts(llm):

@@ -6,13 +6,20 @@ import jax
 import numpy as np
 
 from lora_jax import sampling
+from lora_jax.plan import ScheduledRow
 from lora_jax.sampling_inputs import BANNED, STEP, TEMPERATURE, RowSettings, request_seed
 from tests.support.sampling import SEQS, V, arrays, request, settings_of
 
 
-def mode(requests) -> str:
-    settings, rows, index = settings_of(requests, SEQS)
-    return settings.mode(rows, index)
+def mode(requests, samples: bool = True) -> str | None:
+    """Each request on the row of its place; None: a row without one."""
+    settings, _, index = settings_of(requests, SEQS)
+    rows = []
+    for i, r in enumerate(requests):
+        if r is not None:
+            r.row = i
+            rows.append(ScheduledRow(r, 0, 1, samples, int(index[i])))
+    return settings.mode(rows)
 
 
 def test_seeds_of_requests():
@@ -26,12 +33,14 @@ def test_seeds_of_requests():
 
 def test_modes():
     plain, sampled = request(temperature=0), request(temperature=0.5)
-    assert mode([]) == mode([None, plain]) == "greedy"
+    assert mode([]) is mode([None, plain]) is None
     assert mode([plain, None, sampled]) == "full"
     assert mode([request(temperature=0, presence_penalty=0.1)]) == "full"
     assert mode([request(temperature=0, min_tokens=2, output=[1])]) == "full"
-    assert mode([request(temperature=0, min_tokens=2, output=[1, 1])]) == "greedy"
+    assert mode([request(temperature=0, min_tokens=2, output=[1, 1])]) is None
+    assert mode([plain, request(temperature=0, min_tokens=2), request(temperature=0, logprobs=1)]) == "logprobs"
     assert mode([sampled, request(temperature=0, logprobs=0), plain]) == "logprobs"
+    assert mode([sampled, request(temperature=0, logprobs=0)], samples=False) is None, "a chunk before the prompt's end"
 
 
 def test_warm_up_arrays_have_the_shapes_of_live_ones():
@@ -49,12 +58,13 @@ def test_a_row_keeps_nothing_of_the_request_before():
     settings.put(
         1, request(temperature=1.0, seed=2**40, top_k=3, min_tokens=9, eos=(4, 5), logprobs=1, presence_penalty=1)
     )
-    settings.put(1, request(temperature=0.0))
+    plain = request(1, temperature=0.0)
+    settings.put(1, plain)
     fresh = RowSettings(2, V, 0)
     rows, index = np.array([1, 2], np.int32), np.zeros(2, np.int32)
     for mine, other in zip(settings.arrays(rows, index).values(), fresh.arrays(rows, index).values(), strict=True):
         assert (mine == other).all()
-    assert settings.mode(rows, index) == "greedy"
+    assert settings.mode([ScheduledRow(plain, 0, 1, True, 0)]) is None
 
 
 def test_the_arrays_of_a_step_in_flight_do_not_change():

@@ -58,7 +58,7 @@ def test_the_step_after_a_broken_token_is_harmless(llm):
     def logits(token: int) -> np.ndarray:
         kv, *_ = table[StepKey("init", 1)]()  # pages of its own: a step takes them
         last_tokens = np.full(runtime._last_tokens.shape, token, np.int32)
-        return np.asarray(table[StepKey("decode", 1)](runtime._params, kv, last_tokens, meta)[0])
+        return np.asarray(table[StepKey("decode", 1)](runtime._params, kv, last_tokens, meta)[1])
 
     assert logits(-1).tobytes() == logits(0).tobytes() != logits(tiny.VOCAB - 1).tobytes()
     assert np.isfinite(logits(-1)).all()

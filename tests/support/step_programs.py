@@ -64,7 +64,7 @@ def _distinct(hlo: str) -> int:
 
 if __name__ == "__main__":
     card, *layers = sys.argv[1:]
-    keys = [StepKey("decode", b, lora) for b in (8, 64) for lora in (False, True)]
+    keys = [StepKey("decode", b, lora) for b in (1, 8, 64) for lora in (False, True)]
     keys += [StepKey("prefill", 512, lora) for lora in (False, True)]
     plain = [StepKey("decode", 8), StepKey("prefill", 512)]
     result = {
