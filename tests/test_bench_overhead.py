@@ -254,6 +254,21 @@ def test_an_interrupted_run_has_shown_what_it_measured(fakes, monkeypatch):
     assert seen[2].startswith(seen[1]) and "1 adapter" in seen[1]
 
 
+def test_an_interrupted_run_has_kept_what_it_measured(fakes, monkeypatch, tmp_path):
+    measure = overhead.measure_batch
+
+    def interrupted(engines, adapters, options):
+        if options.batch_size == 4:
+            raise KeyboardInterrupt
+        return measure(engines, adapters, options)
+
+    monkeypatch.setattr(overhead, "measure_batch", interrupted)
+    assert main(["bench", *COMMON, *f"--device cpu --batch-size 2 1 4 --json {tmp_path / 'kept.json'}".split()]) != 0
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert [batch["batch_size"] for batch in kept["batches"]] == [2, 1] and kept["benchmark"] == "overhead"
+    assert kept["identity"]["equal"] == 1 and kept["command"] and kept["hardware"]["platform"] == "cpu"
+
+
 def test_memory_is_the_drivers_less_the_pool(monkeypatch):
     used = iter([1000, 1900])
     monkeypatch.setattr(footprint, "read_driver", lambda ordinal: DriverState(next(used), 9999, "580"))

@@ -3,7 +3,8 @@
 A benchmark is a module of this folder, named in BENCHMARKS, which must not import jax when it is imported:
     HELP, DESCRIPTION                 for --help
     add_arguments(parser)             its options, those of the engine included if it makes one
-    run(options, show=print) -> dict  measures, shows lines for people, returns plain data for the JSON line
+    run(options, show=print) -> dict  measures, shows lines for people, returns plain data for the JSON line; one that takes
+                                      minutes hands what it has so far to options.keep, should that exist
     chart(result) -> list[Panel]      what --plot draws (see `plot`)
 """
 
@@ -13,6 +14,7 @@ import argparse
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ..errors import ConfigError
 from . import kernels, latency, overhead, plot, report, serve, throughput
@@ -52,13 +54,18 @@ def run(options: argparse.Namespace) -> int:
         _check_folder(path)
     if options.plot:
         plot.check(options.plot)
-    result = {"benchmark": options.benchmark, **module.run(options), **report.describe(options)}
-    line = json.dumps(result)
-    if options.json:
-        Path(options.json).write_text(line + "\n")
+
+    def keep(result: dict[str, Any]) -> dict[str, Any]:
+        result = {"benchmark": options.benchmark, **result, **report.describe(options)}
+        if options.json:
+            Path(options.json).write_text(json.dumps(result) + "\n")
+        return result
+
+    options.keep = keep
+    result = keep(module.run(options))
     if options.plot:
         plot.save(options.plot, module.chart(result), result)
-    print(line)
+    print(json.dumps(result))
     return 0
 
 

@@ -112,15 +112,17 @@ def run(options: argparse.Namespace, show: Callable[[str], None] = print_now) ->
         },
         "hardware": hardware(setup.device),
     }
-    batches = []
-    for size in options.batch_size:
-        batches.append(measure_batch(engines, adapters, one_batch(options, size)))
-        for line in section(common, batches[-1]):
-            show(line)
     identity = compare_programs(engines["plain"].step_table.report(), lora.step_table.report())
+    result = {**common, "batches": [], "identity": identity, "memory": memory}
+    for size in options.batch_size:
+        result["batches"].append(measure_batch(engines, adapters, one_batch(options, size)))
+        for line in section(common, result["batches"][-1]):
+            show(line)
+        if keep := getattr(options, "keep", None):  # a run that is cut short keeps what it measured
+            keep(result)
     for line in closing(identity, memory):
         show(line)
-    return {**common, "batches": batches, "identity": identity, "memory": memory}
+    return result
 
 
 def check(options: argparse.Namespace) -> None:
