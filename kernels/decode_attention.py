@@ -120,14 +120,21 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
     first = 0 if window is None else jnp.maximum(position - window + 1, 0)
     step0, steps = lax.div(first, tiles.step_tokens) if window is not None else 0, pl.cdiv(position, tiles.step_tokens)
     share = pl.cdiv(jnp.maximum(steps - step0, 0), tiles.parts)
-    begin = step0 + part * share
-    end = jnp.minimum(begin + share, steps)
+    begin, end = step0, steps
+    if tiles.parts > 1:
+        begin = step0 + part * share
+        end = jnp.minimum(begin + share, steps)
 
-    def keys_and_values(step):
-        """Tokens of one step: which are seen [T], keys and values [T, D padded]."""
+    def pages(step):
+        """Page of each token of a step, int32 [T]. Needs no position, so that its latency is not added to that of others;
+        a step past the row's tokens gives pages that nobody reads."""
+        t = step * tiles.step_tokens + lax.iota(jnp.int32, tiles.step_tokens)
+        return tables[_full(row, t.shape), jnp.minimum(lax.div(t, page_size), tables.shape[1] - 1)]
+
+    def keys_and_values(step, page):
+        """Tokens of one step on their pages: which are seen [T], keys and values [T, D padded]."""
         t = step * tiles.step_tokens + lax.iota(jnp.int32, tiles.step_tokens)
         seen = (t < position) & (t >= first)
-        page = plgpu.load(tables.at[_full(row, t.shape), lax.div(t, page_size)], mask=seen, other=0)
         shape = (tiles.step_tokens, padded)
         mask = seen[:, None] & (dim < size)[None]  # what is not seen is not read: a page may hold another row's NaN
         at = [jnp.broadcast_to(i, shape) for i in (page[:, None], lax.rem(t, page_size)[:, None])]
@@ -158,7 +165,13 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
         jnp.where(own, jnp.broadcast_to(v_1d.astype(jnp.float32), (g_pad, padded)), 0.0),
     )
     attend = functools.partial(_attend_one if tiles.vector else _attend_group, q_gd, score)
-    m, n, acc = lax.fori_loop(begin, end, lambda step, s: attend(s, *keys_and_values(step)), state)
+
+    def body(step, carry):
+        state, page = carry
+        following = pages(step + 1)
+        return attend(state, *keys_and_values(step, page)), following
+
+    (m, n, acc), _ = lax.fori_loop(begin, end, body, (state, pages(begin)))
     if tiles.parts == 1:
         acc = acc / n[:, None]
     shape = (g_pad, padded)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
+from .deferred_norm import DeferredNorm, Normed, inverse_of
 from .tuning import matmul_tiles
 
 MAX_ROWS = 64
@@ -27,64 +28,97 @@ def fits(rows: int, inputs: int, outputs: int) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
-def skinny_matmul(x: jax.Array, w: jax.Array, *, implementation: str = "triton", interpret: bool = False) -> jax.Array:
+def skinny_matmul(x: Normed, w: jax.Array, *, implementation: str = "triton", interpret: bool = False) -> jax.Array:
     """x [R, K] @ w [K, N] as partial sums, float32 [S, R, N]: the product is their sum over S.
 
-    x and w of one dtype; R, K, N as `fits` says; S follows from the shapes.
+    x, an array or a `DeferredNorm`, and w of one dtype; R, K, N as `fits` says; S follows from the shapes.
     A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
     """
     layout.check_implementation("skinny_matmul", implementation)
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
-        raise ValueError(f"skinny_matmul: needs x [R, K] and w [K, N], got {x.shape} and {w.shape}")
-    if x.dtype != w.dtype:
-        raise ValueError(f"skinny_matmul: w must have the dtype of x ({x.dtype}), got {w.dtype}")
-    if not fits(x.shape[0], *w.shape):
-        raise ValueError(
-            f"skinny_matmul: at most {MAX_ROWS} rows, K and N multiples of 64, got x {x.shape} and w {w.shape}"
-        )
+    scaled = check_product("skinny_matmul", x, w, w.shape[-1])
     if implementation == "xla":
-        return jnp.dot(x, w, preferred_element_type=jnp.float32)[None]
+        product = jnp.dot(scaled, w, preferred_element_type=jnp.float32)
+        return (product * x.inverse() if isinstance(x, DeferredNorm) else product)[None]
     return _triton(x, w, interpret=interpret)
 
 
+def check_product(op: str, x: Normed, w: jax.Array, outputs: int, name: str = "x") -> jax.Array:
+    """The array of x, if x and w can be multiplied and `fits` takes them. Raises: ValueError naming the operand; x is `name`."""
+    values = x.scaled if isinstance(x, DeferredNorm) else x
+    if values.ndim != 2 or w.ndim != 2 or values.shape[1] != w.shape[0]:
+        raise ValueError(f"{op}: needs {name} [R, K] and w [K, N], got {values.shape} and {w.shape}")
+    if values.dtype != w.dtype:
+        raise ValueError(f"{op}: w must have the dtype of {name} ({values.dtype}), got {w.dtype}")
+    if not fits(values.shape[0], w.shape[0], outputs):
+        raise ValueError(
+            f"{op}: at most {MAX_ROWS} rows, K and N multiples of 64, got {name} {values.shape} and w {w.shape}"
+        )
+    if isinstance(x, DeferredNorm) and (x.squares.dtype != jnp.float32 or x.squares.shape[1:] != values.shape[:1]):
+        squares = f"{x.squares.dtype} {x.squares.shape}"
+        raise ValueError(f"{op}: {name}.squares must be float32 [B, {values.shape[0]}], got {squares}")
+    return values
+
+
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
-def _kernel(
-    x,  # [R, K]
-    w,  # [K, N]
-    out,  # [S, R, N] float32
-    *,
-    block_n: int,
-    block_k: int,
-):
-    """Program (column tile, part): all rows times one tile of columns, over one part of K."""
-    n, s = pl.program_id(0), pl.program_id(1)
-    rows, steps = x.shape[0], x.shape[1] // out.shape[0] // block_k
-    padded = max(16, 1 << (rows - 1).bit_length())
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+def padded_rows(rows: int) -> int:
+    """Rows of a tile that tensor cores take."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def accumulate(x, w, starts: tuple, first, steps: int, block_n: int, block_k: int) -> tuple[jax.Array, ...]:
+    """In a kernel: for each column of `starts`, all rows of x times block_n columns of w from there on, over `steps` steps of
+    block_k inputs from the step `first` on. float32 [padded R, block_n] each, zeros below the last row."""
+    rows, precision = x.shape[0], lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    padded = padded_rows(rows)
     row_mk = lax.broadcasted_iota(jnp.int32, (padded, block_k), 0)
     col_mk = lax.broadcasted_iota(jnp.int32, (padded, block_k), 1)
 
-    def body(i, acc):
-        k0 = (s * steps + i) * block_k
+    def body(i, sums):
+        k0 = (first + i) * block_k
         x_mk = plgpu.load(x.at[row_mk, k0 + col_mk], mask=row_mk < rows, other=0)
-        w_kn = w[pl.ds(k0, block_k), pl.ds(n * block_n, block_n)]
-        return acc + jnp.dot(x_mk, w_kn, precision=precision, preferred_element_type=jnp.float32)
+        tiles = (w[pl.ds(k0, block_k), pl.ds(start, block_n)] for start in starts)
+        dot = lambda w_kn: jnp.dot(x_mk, w_kn, precision=precision, preferred_element_type=jnp.float32)  # noqa: E731
+        return tuple(acc + dot(w_kn) for acc, w_kn in zip(sums, tiles, strict=True))
 
-    acc = lax.fori_loop(0, steps, body, jnp.zeros((padded, block_n), jnp.float32))
-    row_mn = lax.broadcasted_iota(jnp.int32, acc.shape, 0)
-    col_mn = lax.broadcasted_iota(jnp.int32, acc.shape, 1) + n * block_n
-    plgpu.store(out.at[jnp.full(acc.shape, s), row_mn, col_mn], acc, mask=row_mn < rows)
+    return lax.fori_loop(0, steps, body, tuple(jnp.zeros((padded, block_n), jnp.float32) for _ in starts))
+
+
+def positions(shape: tuple[int, ...], start) -> tuple[jax.Array, jax.Array]:
+    """In a kernel: rows and columns of a tile whose first column is `start`."""
+    return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1) + start
+
+
+def _kernel(*refs, block_n: int, block_k: int, eps: float | None):
+    """Program (column tile, part): all rows times one tile of columns, over one part of K.
+
+    refs: x [R, K], with eps squares [B, R], w [K, N]; out [S, R, N] float32.
+    """
+    x, w, out = refs[0], refs[-2], refs[-1]
+    n, s = pl.program_id(0), pl.program_id(1)
+    inverse = None if eps is None else inverse_of(refs[1], x.shape[1], eps, padded_rows(x.shape[0]))
+    steps = x.shape[1] // out.shape[0] // block_k
+    (acc,) = accumulate(x, w, (n * block_n,), s * steps, steps, block_n, block_k)
+    if inverse is not None:
+        acc = acc * inverse
+    row, column = positions(acc.shape, n * block_n)
+    plgpu.store(out.at[jnp.full(acc.shape, s), row, column], acc, mask=row < x.shape[0])
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
-def _triton(x: jax.Array, w: jax.Array, *, interpret: bool) -> jax.Array:
-    (rows, inputs), outputs = x.shape, w.shape[1]
-    tiles = matmul_tiles(rows, inputs, outputs, x.dtype.itemsize)
+def operands(x: Normed) -> tuple[tuple[jax.Array, ...], float | None]:
+    """What a kernel reads of x, and eps if it has to divide."""
+    return ((x.scaled, x.squares), x.eps) if isinstance(x, DeferredNorm) else ((x,), None)
+
+
+def _triton(x: Normed, w: jax.Array, *, interpret: bool) -> jax.Array:
+    given, eps = operands(x)
+    (rows, inputs), outputs = given[0].shape, w.shape[1]
+    tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize)
     return pl.pallas_call(
-        functools.partial(_kernel, block_n=tiles.block_n, block_k=tiles.block_k),
+        functools.partial(_kernel, block_n=tiles.block_n, block_k=tiles.block_k, eps=eps),
         out_shape=jax.ShapeDtypeStruct((tiles.parts, rows, outputs), jnp.float32),
         grid=(outputs // tiles.block_n, tiles.parts),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name="skinny_matmul",
         interpret=interpret,
-    )(x, w)
+    )(*given, w)

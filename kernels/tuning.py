@@ -105,17 +105,23 @@ SHORTEST_PART = 1024  # inputs a program: below, the partial sums cost more than
 
 def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulTiles:
     """rows R (at most 64), inputs K and outputs N, multiples of 64. Measured on an H200 (docs/performance.md)."""
-    many = rows > 16
-    block_n, programs = (128, MATMUL_PROGRAMS // 2) if many and outputs % 128 == 0 else (64, MATMUL_PROGRAMS)
+    many = rows > 16  # then every tile of columns reads many rows again, and fewer programs with more columns win
+    wide = many and outputs % 128 == 0 and outputs // 128 >= MATMUL_PROGRAMS * 3 // 8
+    block_n, programs = 128 if wide else 64, MATMUL_PROGRAMS * 3 // 8 if many else MATMUL_PROGRAMS
     parts = 1
     while (
         outputs // block_n * parts < programs and inputs % (parts * 128) == 0 and inputs // (parts * 2) >= SHORTEST_PART
     ):
         parts *= 2
-    long_steps = not many and itemsize < 4 and inputs % (parts * 128) == 0
+    long_steps = not wide and itemsize < 4 and inputs % (parts * 128) == 0
     block_k = 128 if long_steps else 64 if itemsize < 4 else 32
-    stages = 3 if long_steps else 4 if many else 5
+    stages = (4 if many else 3) if long_steps else 5
     return MatmulTiles(block_n, block_k, parts, num_warps=4, num_stages=stages)
+
+
+def swiglu_tiles(itemsize: int) -> MatmulTiles:
+    """Of at most 64 rows; block_n columns of each half. Measured on an H200 (docs/performance.md)."""
+    return MatmulTiles(64, 64 if itemsize < 4 else 32, 1, num_warps=4, num_stages=4)
 
 
 def norm_warps(rows: int, size: int) -> int:

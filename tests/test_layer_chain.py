@@ -15,41 +15,27 @@ SCRIPT = Path(__file__).parent / "device" / "layer_chain.py"
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["layer_chain.py", "--tiny", "--rows", "3", "--context", "20"])
-    return runpy.run_path(str(SCRIPT))
+    script = runpy.run_path(str(SCRIPT))
+    script["main"].__globals__.update(LAYERS=2, ROUNDS=1, CALLS=1)
+    return script
 
 
-def test_it_runs(tiny, capsys):
+def test_every_form_runs_and_computes_the_same(tiny, capsys):
     tiny["main"]()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("plain JAX") and "us a layer" in lines[0]
-    assert json.loads(lines[-1]).keys() == {"plain JAX"}
+    times, kernels = (lines := capsys.readouterr().out.splitlines())[: len(lines) // 2], lines[len(lines) // 2 :]
+    assert [line[:22].strip() for line in times] == list(tiny["FORMS"]) and all("us a layer" in line for line in times)
+    assert [list(json.loads(line)) for line in kernels] == [[name] for name in tiny["FORMS"]]
 
 
-def test_a_form_that_computes_something_else_is_seen(tiny, monkeypatch):
-    step = tiny["step"]
-
-    def wrong(*args, norm, **more):
-        out, kvs = step(*args, norm="xla", **more)
-        return (out * 1.1 if norm == "wrong" else out), kvs
-
-    forms = {"right": dict(own=(), norm="xla"), "wrong": dict(own=(), norm="wrong")}
+@pytest.mark.parametrize("op", ["swiglu", "residual_matmul", "skinny_matmul"])
+def test_a_form_that_computes_something_else_is_seen(op, tiny, monkeypatch):
     space = tiny["main"].__globals__
-    monkeypatch.setitem(space, "step", wrong)
-    monkeypatch.setitem(space, "FORMS", forms)
-    monkeypatch.setitem(space, "set_up_device", lambda *args: Setup())
-    with pytest.raises(AssertionError, match="wrong computes something else"):
+    right = space[op]
+
+    def wrong(*args, **options):
+        out = right(*args, **options)
+        return (1.1 * out[0], *out[1:]) if isinstance(out, tuple) else 1.1 * out
+
+    monkeypatch.setitem(space, op, wrong)
+    with pytest.raises(AssertionError, match="computes something else"):
         tiny["main"]()
-
-
-class Setup:
-    """A CPU that says it has the kernels, so that FORMS are compared; their plain-JAX forms run."""
-
-    is_gpu = False
-
-    def __init__(self):
-        self.asked = 0
-
-    @property
-    def implementation(self) -> str:
-        self.asked += 1
-        return "triton" if self.asked == 1 else "xla"

@@ -8,15 +8,30 @@ import pytest
 from tests.support.gpu_program import run_compiler
 
 LAYERS = (2, 4)
-# Kernels of one decoder layer, per variant. Plain decode: norm, qkv, attention, o, norm, gate and up, silu * mul, down. Prefill
-# rotates and writes in one more. LoRA adds a shrink and an expand for each of the four products and what XLA no longer fuses.
+# Kernels of one decoder layer, per variant. Plain decode, up to 16 rows: qkv, attention, o with the residual stream and the norm
+# after it, gate and up, down as o; with more rows two norms of their own. One row's attention is split and added up by two more.
+# Prefill has norms of its own, rotates and writes in one more, and silu * mul in another. LoRA adds a shrink and an expand for each
+# of the four products and what XLA no longer fuses.
 KERNELS_A_LAYER = {
-    "decode[8]": 8,
-    "decode[64]": 8,
+    "decode[1]": 7,
+    "decode[8]": 5,
+    "decode[64]": 7,
     "prefill[512]": 9,
+    "decode[1]+lora": 20,
     "decode[8]+lora": 20,
     "decode[64]+lora": 19,
     "prefill[512]+lora": 17,
+}
+# And of the rest. The last three choose the token: two to find the largest logit, one to leave it for the next step.
+KERNELS_BESIDE_LAYERS = {
+    "decode[1]": 10,
+    "decode[8]": 12,
+    "decode[64]": 9,
+    "prefill[512]": 8,
+    "decode[1]+lora": 11,
+    "decode[8]+lora": 16,
+    "decode[64]+lora": 16,
+    "prefill[512]+lora": 19,
 }
 # An expand and a shrink for each of the four fused linears and the head, an expand for the embedding. In a prefill o and down,
 # of one width and one number of partial sums, share their expand.
@@ -50,6 +65,7 @@ def test_a_step_is_one_command_buffer_that_holds_everything(programs):
 def test_kernels_a_layer(programs, key):
     few, many = (programs[str(n)]["lora"][key]["kernels"] for n in LAYERS)
     assert (many - few) / (LAYERS[1] - LAYERS[0]) == KERNELS_A_LAYER[key]
+    assert few - LAYERS[0] * KERNELS_A_LAYER[key] == KERNELS_BESIDE_LAYERS[key]
 
 
 @pytest.mark.parametrize("key", DISTINCT_KERNELS)

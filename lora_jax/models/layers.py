@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.kernels.add_norm import add_rms_norm
+from lora_jax.kernels.deferred_norm import DeferredNorm, Normed
+from lora_jax.kernels.residual_matmul import fits_residual, new_arrivals, residual_matmul
 from lora_jax.kernels.rope_cache import HeadNorms
 from lora_jax.kernels.skinny_matmul import fits, skinny_matmul
+from lora_jax.kernels.swiglu import swiglu
 
 from ..lora.apply import lora_linear, lora_operands, register_lora_class
 from .config import ModelConfig
@@ -39,16 +42,6 @@ class StepInputs(Protocol):
         ...
 
 
-def project(linear: nnx.Linear, x: jax.Array, implementation: str) -> jax.Array:
-    """linear(x) [T, out], or float32 partial sums [S, T, out] of it, for a kernel that sums what it reads: with few rows and
-    no adapter or bias, where the kernels are in use."""
-    kernel = linear.kernel[...]
-    plain = type(linear) is nnx.Linear and linear.bias is None
-    if implementation == "triton" and plain and fits(x.shape[0], *kernel.shape):
-        return skinny_matmul(x, kernel)
-    return linear(x)
-
-
 class RMSNorm(nnx.Module):
     """x / rms(x) in float32, rounded to x's dtype, times scale [dim] (Zhang and Sennrich, 2019; order as in transformers)."""
 
@@ -59,6 +52,57 @@ class RMSNorm(nnx.Module):
     def add(self, x: jax.Array, y: jax.Array | None, implementation: str) -> tuple[jax.Array, jax.Array]:
         """(x + y, its norm), both [T, dim]; y [T, dim], partial sums [S, T, dim] or None."""
         return add_rms_norm(x, y, self.scale[...], eps=self.eps, implementation=implementation)
+
+
+class Stream(NamedTuple):
+    """The residual stream x [T, hidden], and its norm for the sublayer that follows. arrivals: what `residual_matmul` passes
+    on, None where it is not in use."""
+
+    x: jax.Array
+    normed: Normed
+    arrivals: jax.Array | None
+
+    @classmethod
+    def start(cls, x: jax.Array, norm: RMSNorm, implementation: str) -> Stream:
+        fused = implementation == "triton" and fits_residual(x.shape[0], x.shape[1], x.shape[1], x.dtype)
+        return cls(*norm.add(x, None, implementation), new_arrivals(x.shape[1]) if fused else None)
+
+
+def array(x: Normed) -> jax.Array:
+    return x.normed() if isinstance(x, DeferredNorm) else x
+
+
+def _own_kernel(linear: nnx.Linear, implementation: str) -> bool:
+    """Whether a kernel of ours may take the linear's place: adapters and biases are left to the linear itself."""
+    return implementation == "triton" and type(linear) is nnx.Linear and linear.bias is None
+
+
+def project(linear: nnx.Linear, x: Normed, implementation: str) -> jax.Array:
+    """linear(x) [T, out], or float32 partial sums [S, T, out] of it, for a kernel that sums what it reads: with few rows and
+    no adapter or bias, where the kernels are in use."""
+    rows = (x.scaled if isinstance(x, DeferredNorm) else x).shape[0]
+    if _own_kernel(linear, implementation) and fits(rows, *linear.kernel.shape):
+        return skinny_matmul(x, linear.kernel[...])
+    return linear(array(x))
+
+
+def activate(linear: nnx.Linear, x: Normed, implementation: str) -> jax.Array:
+    """silu(gate(x)) * up(x) [T, F], of a linear that gives gate and up side by side."""
+    rows, (inputs, outputs) = (x.scaled if isinstance(x, DeferredNorm) else x).shape[0], linear.kernel.shape
+    if _own_kernel(linear, implementation) and fits(rows, inputs, outputs // 2):
+        return swiglu(x, linear.kernel[...])
+    gate, up = jnp.split(linear(array(x)), 2, -1)
+    return nnx.silu(gate) * up
+
+
+def add(stream: Stream, linear: nnx.Linear, y: jax.Array, norm: RMSNorm, implementation: str) -> Stream:
+    """The stream with linear(y) added to it, and its norm: as one kernel with few rows and no adapter or bias."""
+    fused = stream.arrivals is not None and fits_residual(y.shape[0], *linear.kernel.shape, y.dtype)
+    if fused and _own_kernel(linear, implementation):
+        kernel, scale = linear.kernel[...], norm.scale[...]
+        return Stream(*residual_matmul(y, kernel, stream.x, scale, stream.arrivals, eps=norm.eps))
+    x, normed = norm.add(stream.x, project(linear, y, implementation), implementation)
+    return Stream(x, normed, stream.arrivals)
 
 
 class TiedHead(nnx.Module):
@@ -101,13 +145,15 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(d, config.rms_norm_eps, dtype)
             self.k_norm = RMSNorm(d, config.rms_norm_eps, dtype)
 
-    def __call__(self, x: jax.Array, rope: Rope, kv: jax.Array, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, stream: Stream, following: RMSNorm, rope: Rope, kv: jax.Array, inputs: StepInputs
+    ) -> tuple[Stream, jax.Array]:
         norms = None
         if hasattr(self, "q_norm"):
             norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
-        qkv = project(self.qkv_proj, x, inputs.implementation)
+        qkv = project(self.qkv_proj, stream.normed, inputs.implementation)
         out, kv = inputs.attend(qkv, rope, kv, heads=self.heads, window=self.window, norms=norms)
-        return project(self.o_proj, out, inputs.implementation), kv
+        return add(stream, self.o_proj, out, following, inputs.implementation), kv
 
 
 class MLP(nnx.Module):
@@ -118,13 +164,14 @@ class MLP(nnx.Module):
         self.gate_up_proj = nnx.Linear(config.hidden_size, 2 * config.intermediate_size, **kw)
         self.down_proj = nnx.Linear(config.intermediate_size, config.hidden_size, **kw)
 
-    def __call__(self, x: jax.Array, implementation: str) -> jax.Array:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, -1)
-        return project(self.down_proj, nnx.silu(gate) * up, implementation)
+    def __call__(self, stream: Stream, following: RMSNorm, implementation: str) -> Stream:
+        y = activate(self.gate_up_proj, stream.normed, implementation)
+        return add(stream, self.down_proj, y, following, implementation)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP. A residual is added by the norm that follows it, in one kernel."""
+    """Pre-norm attention and MLP. Each sublayer adds its result to the stream and norms it for the one that follows, so a
+    layer's first norm is applied by the layer before it."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -132,9 +179,9 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(self, x: jax.Array, y: jax.Array | None, rope: Rope, kv: jax.Array, inputs: StepInputs):
-        """x [T, hidden] and y, what is still to be added to it; returns both anew, and kv."""
-        x, normed = self.input_layernorm.add(x, y, inputs.implementation)
-        y, kv = self.self_attn(normed, rope, kv, inputs)
-        x, normed = self.post_attention_layernorm.add(x, y, inputs.implementation)
-        return x, self.mlp(normed, inputs.implementation), kv
+    def __call__(
+        self, stream: Stream, following: RMSNorm, rope: Rope, kv: jax.Array, inputs: StepInputs
+    ) -> tuple[Stream, jax.Array]:
+        """following: the norm of what comes after this layer."""
+        stream, kv = self.self_attn(stream, self.post_attention_layernorm, rope, kv, inputs)
+        return self.mlp(stream, following, inputs.implementation), kv

@@ -13,7 +13,7 @@ from ..lora.adapter import TargetSpec
 from ..lora.sites import LoRASite, target_specs
 from .checkpoint import HFSource
 from .config import ModelConfig
-from .layers import DecoderLayer, RMSNorm, StepInputs, TiedHead, rope_tables
+from .layers import DecoderLayer, RMSNorm, StepInputs, Stream, TiedHead, array, rope_tables
 from .rope import inv_freq
 
 Path = tuple[str | int, ...]  # of a parameter or module in the tree
@@ -31,12 +31,13 @@ class LlamaModel(nnx.Module):
     def __call__(self, tokens: jax.Array, positions: jax.Array, kv: tuple[jax.Array, ...], inputs: StepInputs):
         """tokens, positions int32 [T]; kv: a page array a layer. Returns (hidden [T, hidden], kv)."""
         rope = rope_tables(positions, jnp.asarray(inv_freq(self.config.rope, self.config.head_dim)))
-        x, y = self.embed_tokens(tokens), None
+        norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
+        stream = Stream.start(self.embed_tokens(tokens), norms[0], inputs.implementation)
         pages = []
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x, y, layer_kv = layer(x, y, rope, layer_kv, inputs)
+        for layer, following, layer_kv in zip(self.layers, norms[1:], kv, strict=True):
+            stream, layer_kv = layer(stream, following, rope, layer_kv, inputs)
             pages.append(layer_kv)
-        return self.norm.add(x, y, inputs.implementation)[1], tuple(pages)
+        return array(stream.normed), tuple(pages)
 
 
 class LlamaForCausalLM(nnx.Module):

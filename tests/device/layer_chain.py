@@ -1,8 +1,8 @@
-"""What one decoder layer of a decode step costs, with products of ours or of XLA: a chain of layers with their own weights.
+"""What one decoder layer of a decode step costs, with kernels of ours or of XLA: a chain of layers with their own weights.
 
     python tests/device/layer_chain.py                     # Llama-2-7B shape on a GPU, batch 8, context 96
     python tests/device/layer_chain.py --rows 64 --context 2047
-    python tests/device/layer_chain.py --tiny              # plain JAX on any backend, to see that it runs
+    python tests/device/layer_chain.py --tiny              # on any backend, to see that it runs: without a GPU in plain JAX
 
 Whole steps move by a per cent or two between machines; this compares forms of one layer in one process with alternating rounds,
 and tells where the time goes. The weights of eight layers, 3.2 GB, fit no cache. Prints microseconds a layer, then the kernels.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import statistics
 import tempfile
@@ -24,34 +25,57 @@ import jax.numpy as jnp
 import numpy as np
 from lora_jax.kernels.add_norm import add_rms_norm
 from lora_jax.kernels.decode_attention import decode_attention
+from lora_jax.kernels.residual_matmul import fits_residual, new_arrivals, residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_matmul
+from lora_jax.kernels.swiglu import swiglu
 
 from lora_jax.device import compiler_options, set_up_device
 
 LAYERS, PAGE_SIZE, CALLS, ROUNDS = 8, 16, 40, 6
-PRODUCTS = ("qkv", "o", "down")
-FORMS: dict[str, dict[str, Any]] = {  # which products are ours, whose kernel adds and norms
-    "ours": dict(own=PRODUCTS, norm="triton"),
-    "qkv of XLA": dict(own=("o", "down"), norm="triton"),
-    "all products of XLA": dict(own=(), norm="triton"),
-    "norms of XLA too": dict(own=(), norm="xla"),
+EPS = 1e-5
+FORMS: dict[
+    str, dict[str, str]
+] = {  # whose products (o and down with the residual stream and norms in them, or not), gate and up, norms
+    "ours": dict(
+        products="residual", gate_up="ours", norm="ours"
+    ),  # as "norms of their own" where the rows are too many
+    "norms of their own": dict(products="ours", gate_up="ours", norm="ours"),
+    "gate and up of XLA": dict(products="ours", gate_up="xla", norm="ours"),
+    "all products of XLA": dict(products="xla", gate_up="xla", norm="ours"),
+    "norms of XLA too": dict(products="xla", gate_up="xla", norm="xla"),
 }
 
 
-def step(x, kvs, tables, positions, rope, weights, *, heads: int, own: tuple[str, ...], norm: str, kernels: str):
-    """All layers of a decode step without adapters. Returns what is left of x, and the pages."""
-    product = lambda name, a, w: skinny_matmul(a, w) if name in own else a @ w  # noqa: E731
-    y, out = None, []
+def step(x, kvs, tables, positions, rope, weights, *, heads: int, products: str, gate_up: str, norm: str, kernels: str):
+    """All layers of a decode step without adapters. kernels: the implementation of what is ours.
+    Returns what is left of x, and the pages."""
+    ours, out = dict(implementation=kernels), []
+    norms = functools.partial(add_rms_norm, eps=EPS, implementation=kernels if norm == "ours" else "xla")
+
+    def product(a, w):
+        return a @ w if products == "xla" else skinny_matmul(a, w, **ours)
+
+    def add(x, a, w, scale, arrivals):
+        """x + a @ w, its norm, and arrivals."""
+        if products == "residual" and fits_residual(x.shape[0], *w.shape, w.dtype):
+            return residual_matmul(a, w, x, scale, arrivals, eps=EPS, **ours)
+        return *norms(x, product(a, w), scale), arrivals
+
+    def activate(normed, w):
+        if gate_up == "ours":
+            return swiglu(normed, w, **ours)
+        gate, up = jnp.split(normed @ w, 2, -1)
+        return jax.nn.silu(gate) * up
+
+    x, normed = norms(x, None, weights[0]["norm"])
+    arrivals = new_arrivals(x.shape[1])
     for w, kv in zip(weights, kvs, strict=True):
-        x, normed = add_rms_norm(x, y, w["norm"], eps=1e-5, implementation=norm)
-        qkv = product("qkv", normed, w["qkv"])
-        scale = kv.shape[-1] ** -0.5
-        a, kv = decode_attention(qkv, rope, kv, tables, positions, heads=heads, scale=scale, implementation=kernels)
+        qkv = product(normed, w["qkv"])
+        a, kv = decode_attention(qkv, rope, kv, tables, positions, heads=heads, scale=kv.shape[-1] ** -0.5, **ours)
         out.append(kv)
-        x, normed = add_rms_norm(x, product("o", a, w["o"]), w["norm"], eps=1e-5, implementation=norm)
-        gate, up = jnp.split(normed @ w["gate_up"], 2, -1)
-        y = product("down", jax.nn.silu(gate) * up, w["down"])
-    return add_rms_norm(x, y, weights[0]["norm"], eps=1e-5, implementation=norm)[0], out
+        x, normed, arrivals = add(x, a, w["o"], w["norm"], arrivals)
+        x, normed, arrivals = add(x, activate(normed, w["gate_up"]), w["down"], w["norm"], arrivals)
+    return x, out
 
 
 def profile(call) -> dict[str, list[float]]:
@@ -78,7 +102,7 @@ def main() -> None:
     setup = set_up_device("auto", "auto", 0.9)
     hidden, heads, size, wide = (64, 4, 16, 128) if options.tiny else (4096, 32, 128, 11008)
     dtype, rows = jnp.bfloat16, options.rows
-    random = lambda seed, *shape: (jax.random.normal(jax.random.key(seed), shape) * 0.02).astype(dtype)  # noqa: E731
+    random = lambda seed, *shape: (jax.random.normal(jax.random.key(seed), shape) * hidden**-0.5).astype(dtype)  # noqa: E731
     weights = [
         dict(
             qkv=random(10 * i, hidden, 3 * heads * size),
@@ -96,10 +120,9 @@ def main() -> None:
     given = (tables, np.full(rows, options.context, np.int32), (jnp.cos(angles), jnp.sin(angles)), weights)
     given, x = jax.device_put(given), random(7, rows, hidden)
     compiling: Any = compiler_options(setup, True, None) or None
-    forms = FORMS if setup.implementation == "triton" else {"plain JAX": dict(own=(), norm="xla")}
     programs = {}
-    for name, form in forms.items():
-        run = lambda *args, form=form: step(*args, heads=heads, kernels=setup.implementation, **form)  # noqa: E731
+    for name, form in FORMS.items():
+        run = functools.partial(step, heads=heads, kernels=setup.implementation, **form)
         lowered = jax.jit(run, donate_argnums=1).lower(x, kvs, *given)
         programs[name] = lowered.compile(compiler_options=compiling)
     times: dict[str, list[float]] = {name: [] for name in programs}

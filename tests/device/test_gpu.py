@@ -77,6 +77,60 @@ def test_float32_products_are_exact(rows):
     checks.check_matmul(rows, 4096, 192, "float32", "triton")
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, "bfloat16"), (8, "bfloat16"), (64, "bfloat16"), (16, "float16"), (33, "float32")]
+)
+def test_products_of_a_deferred_norm_equal_float64(rows, dtype):
+    linear = LINEARS["llama2-7b.qkv"]
+    checks.check_matmul(rows, linear.inputs, sum(linear.slices), dtype, "triton", blocks=64)
+    checks.check_matmul(rows, 448, 192, dtype, "triton", blocks=7)
+
+
+@pytest.mark.parametrize("blocks", [None, 64], ids=["array", "norm"])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, "bfloat16"), (8, "bfloat16"), (33, "bfloat16"), (64, "bfloat16"), (8, "float16")]
+)
+def test_gate_and_up_equal_float64(rows, dtype, blocks):
+    linear = LINEARS["llama2-7b.gate_up"]
+    checks.check_swiglu(rows, linear.inputs, linear.slices[0], dtype, "triton", blocks)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("rows", [3, 17, 64])
+def test_gate_and_up_of_odd_widths_equal_float64(rows, dtype):
+    checks.check_swiglu(rows, 576, 192, dtype, "triton")
+    checks.check_swiglu(rows, 448, 320, dtype, "triton", blocks=7)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_the_residual_product_equals_float64(rows, dtype):
+    """One, two, four and eight parts; each call takes the arrivals that the one before leaves."""
+    arrivals = None
+    for inputs in (2048, 8192, 192, 2048, 4096):
+        arrivals = checks.check_residual(rows, inputs, 2048, dtype, "triton", arrivals)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_the_models_residual_products_equal_float64(rows):
+    arrivals = None
+    for linear in (LINEARS[f"llama2-7b.{name}"] for name in ("o", "down")):
+        arrivals = checks.check_residual(rows, linear.inputs, *linear.slices, "bfloat16", "triton", arrivals)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "dtype"),
+    [
+        (8, (4096, 11008), 4096, "bfloat16"),
+        (16, (2048, 8192), 2048, "bfloat16"),
+        (8, (2048, 8192), 2048, "float32"),
+    ],
+)
+def test_the_residual_product_does_not_depend_on_who_is_last(rows, inputs, outputs, dtype):
+    """200 calls, four in a row without anything between them."""
+    checks.check_repeated(rows, inputs, outputs, dtype, "triton", calls=50)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("parts", [None, 0, 4], ids=["alone", "added", "parts"])
 def test_norms_equal_float64(parts, dtype):

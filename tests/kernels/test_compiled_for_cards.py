@@ -16,11 +16,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="JAX's CUDA plug
 
 # H100 and RTX 4090 differ from H200 and L4 in counts and clocks, which no kernel looks at: a quarter of the cases will do.
 EVERY = {"h200": 1, "a100": 1, "l4": 1, "h100": 4, "rtx4090": 4}
-SMALLEST_CARD_BYTES = 101_376
+# Shared memory that a block may have. With the products of Hopper's tensor cores Triton holds one step more.
+SHARED_BYTES = {"h200": 227 << 10, "h100": 227 << 10, "a100": 163 << 10, "l4": 99 << 10, "rtx4090": 99 << 10}
+SMALLEST_CARD_BYTES = min(SHARED_BYTES.values())
 
 
 # Of the other kernels of a step: L4 has the least shared memory.
 EVERY_OF_A_STEP = {"h200": 8, "a100": 8, "l4": 1, "h100": 8, "rtx4090": 8}
+KINDS_OF_A_STEP = {"decode", "prefill", "rope", "product", "deferred", "residual", "swiglu", "norm"}
 
 
 def compile_all(module: str, cards: dict[str, int]) -> Iterator[dict[str, Future[dict[str, Any]]]]:
@@ -39,7 +42,7 @@ def step_results():
 
 
 def test_every_target_is_compiled_for() -> None:
-    assert set(EVERY) == set(EVERY_OF_A_STEP) == set(CARDS)
+    assert set(EVERY) == set(EVERY_OF_A_STEP) == set(SHARED_BYTES) == set(CARDS)
 
 
 @pytest.mark.timeout(900)
@@ -67,9 +70,10 @@ def test_temporaries_are_the_partial_sums_alone(results: dict[str, Future[dict[s
 def test_kernels_of_a_step_compile(card: str, step_results: dict[str, Future[dict[str, Any]]]) -> None:
     found = step_results[card].result()
     assert len(found) >= 200 // EVERY_OF_A_STEP[card]
+    assert {name.split("-")[0] for name in found} == KINDS_OF_A_STEP
     assert {name: error for name, (_, error) in found.items() if isinstance(error, str)} == {}
     for name, (kernels, summary) in found.items():
-        assert summary["shared_bytes"] <= SMALLEST_CARD_BYTES, (name, summary)
+        assert summary["shared_bytes"] <= SHARED_BYTES[card], (name, summary)
         assert summary["kernels"] == kernels or 1 < summary["kernels"] <= kernels, (name, summary)
         assert summary["temp_bytes"] <= 4 << 20, f"{name}: pages are copied"
 

@@ -62,15 +62,21 @@ def test_tiles_cover_the_matrix_once(rows, inputs, outputs, itemsize):
     tiles = matmul_tiles(rows, inputs, outputs, itemsize)
     assert outputs % tiles.block_n == 0 and inputs % (tiles.parts * tiles.block_k) == 0
     padded = max(16, 1 << (rows - 1).bit_length())
-    staged = (padded + tiles.block_n) * tiles.block_k * itemsize * tiles.num_stages
+    staged = (padded + tiles.block_n) * tiles.block_k * itemsize * (tiles.num_stages - 1)
     assert staged <= 99 << 10, "more shared memory than the smallest card has"
+    assert rows > 16 or tiles.block_n == 64  # what new_arrivals counts
 
 
-def test_the_models_products_fill_a_card():
-    for linear in (LINEARS[f"llama2-7b.{name}"] for name in ("qkv", "o", "down")):
-        for rows in (8, 64):
-            tiles = matmul_tiles(rows, linear.inputs, sum(linear.slices), 2)
-            assert 128 <= sum(linear.slices) // tiles.block_n * tiles.parts <= 512
+@pytest.mark.parametrize(
+    ("rows", "fewest", "most"), [(1, 256, 512), (8, 256, 512), (16, 256, 512), (17, 96, 192), (64, 96, 192)]
+)
+@pytest.mark.parametrize("name", ["qkv", "o", "down"])
+def test_the_models_products_fill_a_card(name, rows, fewest, most):
+    """Two programs a multiprocessor of the largest cards (132). With many rows each program reads all of them again: about one
+    a multiprocessor is faster."""
+    linear = LINEARS[f"llama2-7b.{name}"]
+    tiles = matmul_tiles(rows, linear.inputs, sum(linear.slices), 2)
+    assert fewest <= sum(linear.slices) // tiles.block_n * tiles.parts <= most
 
 
 def test_wrong_operands_of_a_product_are_named():

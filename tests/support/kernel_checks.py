@@ -11,12 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from lora_jax.kernels.add_norm import add_rms_norm
 from lora_jax.kernels.decode_attention import decode_attention
+from lora_jax.kernels.deferred_norm import DeferredNorm, Normed
 from lora_jax.kernels.prefill_attention import prefill_attention
+from lora_jax.kernels.residual_matmul import new_arrivals, residual_matmul
 from lora_jax.kernels.rope_cache import HeadNorms, rope_to_cache
 from lora_jax.kernels.skinny_matmul import skinny_matmul
+from lora_jax.kernels.swiglu import swiglu
 
 from . import attention_oracle as oracle
 
@@ -24,6 +28,7 @@ FORMS = ("interpret", "xla")
 ATTENTION_BOUND = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # of a row's norm
 ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}  # one unit in the last place, at most
 PRODUCT_BOUND = 1e-5  # of the sum of the products' sizes: float32 sums of exact products
+EPS = 1e-2  # of a norm left to a product: it shows in rows of small values
 
 
 def how(form: str) -> dict[str, Any]:
@@ -152,17 +157,164 @@ def matmul_operands(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[n
     return x.astype(oracle.numpy_dtype(dtype)), _weights(inputs, outputs, dtype)
 
 
-def check_matmul(rows: int, inputs: int, outputs: int, dtype: str, form: str) -> int:
-    """Returns the number of partial sums. Of many columns some are compared, both ends and every tile among them."""
+def deferred(x: np.ndarray, blocks: int, size: float = 1.0) -> DeferredNorm:
+    """A norm of rows like x's, scaled by about `size`. Their own sizes differ by up to 8, so that another row's shows, and the
+    first is small, so that eps shows."""
+    rows, inputs = x.shape
+    rng = np.random.default_rng(inputs)
+    values = x.astype(np.float64) / 2.0 ** ((3 - np.arange(rows)) % 4)[:, None]
+    scaled = (values * size * rng.uniform(0.5, 1.5, inputs)).astype(x.dtype)
+    shares = rng.dirichlet(np.ones(blocks), rows).T
+    squares = (shares * (values * values).sum(1)).astype(np.float32)
+    return DeferredNorm(scaled, squares, EPS)
+
+
+def exact(x: Any) -> np.ndarray:
+    """What an array or a DeferredNorm stands for, in float64."""
+    if not isinstance(x, DeferredNorm):
+        return np.asarray(x).astype(np.float64)
+    mean = np.asarray(x.squares).astype(np.float64).sum(0) / x.scaled.shape[1]
+    return np.asarray(x.scaled).astype(np.float64) / np.sqrt(mean + x.eps)[:, None]
+
+
+def with_wrong_norm(x: DeferredNorm) -> list[DeferredNorm]:
+    """Without eps, without half of the blocks and, where there are several rows, with another row's squares."""
+    squares = np.asarray(x.squares)
+    wrong = [squares[: (len(squares) + 1) // 2]] if len(squares) > 1 else []
+    wrong += [np.roll(squares, 1, axis=1)] if squares.shape[1] > 1 else []
+    return [dataclasses.replace(x, eps=0.0), *(dataclasses.replace(x, squares=v) for v in wrong)]
+
+
+def _some(columns: int) -> np.ndarray:
+    """Of many columns some, both ends and every tile among them."""
+    return np.unique(np.linspace(0, columns - 1, min(columns, 1024)).astype(int))
+
+
+def check_matmul(rows: int, inputs: int, outputs: int, dtype: str, form: str, blocks: int | None = None) -> int:
+    """blocks: of the squares of a DeferredNorm, None for an array. Returns the number of partial sums."""
     x, w = matmul_operands(rows, inputs, outputs, dtype)
-    parts = run(skinny_matmul, x, w, **how(form))
+    given: Normed | np.ndarray = x if blocks is None else deferred(x, blocks)
+    parts = run(skinny_matmul, given, w, **how(form))
     assert parts.dtype == np.float32 and parts.shape[1:] == (rows, outputs)
-    columns = np.unique(np.linspace(0, outputs - 1, min(outputs, 1024)).astype(int))
-    x, w, parts = x.astype(np.float64), w[:, columns].astype(np.float64), parts[..., columns].astype(np.float64)
-    size = np.abs(x) @ np.abs(w)
-    error = np.abs(parts.sum(0) - x @ w) / size
-    assert error.max() <= PRODUCT_BOUND, error.max()
+    columns = _some(outputs)
+    w, got = w[:, columns].astype(np.float64), parts[..., columns].astype(np.float64).sum(0)
+    bound = PRODUCT_BOUND * (np.abs(exact(given)) @ np.abs(w))
+    error = np.abs(got - exact(given) @ w) / bound
+    assert error.max() <= 1, error.max()
+    for wrong in with_wrong_norm(given) if isinstance(given, DeferredNorm) else ():
+        assert (np.abs(got - exact(wrong) @ w) > bound).mean() > 0.2, "the bound does not tell a wrong norm"
     return len(parts)
+
+
+def check_swiglu(rows: int, inputs: int, outputs: int, dtype: str, form: str, blocks: int | None = None) -> None:
+    """blocks as in `check_matmul`. Results are near 1, where silu is no straight line."""
+    x, w = matmul_operands(rows, inputs, 2 * outputs, dtype)
+    size = inputs**-0.5
+    given = (x * size).astype(x.dtype) if blocks is None else deferred(x, blocks, size)
+    got = run(swiglu, given, w, **how(form))
+    assert got.dtype == x.dtype and got.shape == (rows, outputs)
+    columns = _some(outputs)
+    halves = tuple(half[:, columns].astype(np.float64) for half in np.split(w, 2, 1))
+    error, bound = _gated_error(got[:, columns], exact(given), halves, dtype)
+    assert (error <= bound).all(), (error / bound).max()
+    swapped, _ = _gated_error(got[:, columns], exact(given), halves[::-1], dtype)
+    assert (swapped > bound).mean() > 0.5, "the bound does not tell gate from up"
+    for wrong in with_wrong_norm(given) if isinstance(given, DeferredNorm) else ():
+        error, _ = _gated_error(got[:, columns], exact(wrong), halves, dtype)
+        assert (error > bound).mean() > 0.2, "the bound does not tell a wrong norm"
+
+
+def _gated_error(
+    got: np.ndarray, x: np.ndarray, halves: tuple[np.ndarray, ...], dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Error and bound of silu(x @ gate) * (x @ up): of the two products' sums, and of one rounding each of gate, silu(gate), up
+    and the result. silu is nowhere steeper than 1.1."""
+    (gate, up), (gate_off, up_off) = (x @ w for w in halves), (PRODUCT_BOUND * (abs(x) @ abs(w)) for w in halves)
+    half, smallest = ROUNDING[dtype] / 2, float(ml_dtypes.finfo(oracle.numpy_dtype(dtype)).smallest_subnormal)
+    silu = gate / (1 + np.exp(-gate))
+    silu_off = 1.1 * (half * abs(gate) + gate_off) + half * abs(silu)
+    up_off = half * abs(up) + up_off
+    bound = silu_off * abs(up) + abs(silu) * up_off + silu_off * up_off + half * abs(silu * up) + smallest
+    return np.abs(got.astype(np.float64) - silu * up), (1 + 4 * half) * bound  # roundings of what is off already
+
+
+@functools.cache
+def _grid_weights(inputs: int, outputs: int, dtype: str) -> np.ndarray:
+    return _grid(_weights(inputs, outputs, "float32")).astype(oracle.numpy_dtype(dtype))
+
+
+def _grid(x: np.ndarray) -> np.ndarray:
+    """Multiples of 1/8 of at most 2: a product's float32 sums are exact in any order."""
+    return np.round(np.clip(x * 0.5, -2, 2) * 8) / 8
+
+
+def residual_operands(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[np.ndarray, ...]:
+    """y, w, x and scale. x + y @ w is exact before it is rounded."""
+    rng, kind = np.random.default_rng(rows + inputs), oracle.numpy_dtype(dtype)
+    y, x = (_grid(rng.standard_normal((rows, n))).astype(kind) for n in (inputs, outputs))
+    return y, _grid_weights(inputs, outputs, dtype), x, rng.uniform(0.5, 1.5, outputs).astype(kind)
+
+
+def check_residual(
+    rows: int, inputs: int, outputs: int, dtype: str, form: str, arrivals: np.ndarray | None = None
+) -> np.ndarray:
+    """arrivals: of the call before. Returns those for the next."""
+    y, w, x, scale = residual_operands(rows, inputs, outputs, dtype)
+    before = new_arrivals(outputs) if arrivals is None else arrivals
+    total, norm, after = run(residual_matmul, y, w, x, scale, before, eps=EPS, **how(form))
+    product = (y.astype(np.float64) @ w.astype(np.float64)).astype(x.dtype)
+    want = (x.astype(np.float64) + product.astype(np.float64)).astype(x.dtype)
+    assert same_bits(total, want), "the sum"
+    want, half = want.astype(np.float64), ROUNDING[dtype] / 2
+    early = half if form == "xla" else 0.0  # XLA may go on with what is not rounded yet
+    assert norm.scaled.dtype == x.dtype and norm.squares.dtype == np.float32 and norm.eps == EPS
+    scaled, squares = want * scale.astype(np.float64), (want * want).sum(1)
+    off = np.abs(norm.scaled.astype(np.float64) - scaled)
+    assert (off <= (half + early) * np.abs(scaled)).all(), "what is scaled"
+    off = np.abs(norm.squares.astype(np.float64).sum(0) - squares)
+    assert norm.squares.shape[1:] == (rows,) and (off <= (2 * early + PRODUCT_BOUND) * squares).all(), "the squares"
+    check_normed(norm, want, scale, dtype)
+    assert same_bits(after, np.zeros(outputs // 64, np.int32)), "arrivals"
+    return after
+
+
+def check_normed(norm: DeferredNorm, x: np.ndarray, scale: np.ndarray, dtype: str) -> None:
+    """norm: of x float64 [R, D], scaled by scale [D]."""
+    want = x / np.sqrt((x * x).mean(1, keepdims=True) + EPS) * scale.astype(np.float64)
+    got = np.asarray(norm.normed())
+    error = np.abs(got.astype(np.float64) - want) / np.abs(want).clip(1e-6)
+    assert got.dtype == oracle.numpy_dtype(dtype)
+    assert error.max() <= (2 if dtype != "float32" else 8) * ROUNDING[dtype], ("normed", error.max())
+
+
+def check_repeated(rows: int, sizes: tuple[int, ...], outputs: int, dtype: str, form: str, calls: int) -> None:
+    """A chain of residual_matmul, of these numbers of inputs by turns, run `calls` times: the same bits every time.
+
+    The order of the parts shows in the sums, and no two neighbours in the chain have the same, so that a part left by the call
+    before would show too.
+    """
+    links = []
+    for i, inputs in enumerate(sizes * 2):
+        y, w = matmul_operands(rows, inputs, outputs, dtype)
+        links.append((np.roll(y, i, axis=1), w))
+    x, scale = (np.resize(links[0][1], (rows, outputs)), np.ones(outputs, links[0][1].dtype))
+
+    def chain(links, x, scale, arrivals):
+        out = []
+        for y, w in links:
+            total, norm, arrivals = residual_matmul(y, w, x, scale, arrivals, eps=EPS, **how(form))
+            out.append((total, norm))
+        return out, arrivals
+
+    jitted = jax.jit(chain, donate_argnums=3)
+    links, x, scale = jax.device_put((links, x, scale))
+    arrivals, results = new_arrivals(outputs), []
+    for _ in range(calls):
+        out, arrivals = jitted(links, x, scale, arrivals)
+        results.append(out)
+    first, *others = ([np.asarray(v) for v in jax.tree.leaves(out)] for out in results)
+    for other in others:
+        assert all(same_bits(a, b) for a, b in zip(first, other, strict=True)), "the bits depend on who was last"
 
 
 def norm_operands(

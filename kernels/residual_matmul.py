@@ -1,0 +1,145 @@
+"""x + y @ w of few rows and all of the RMSNorm after it but the division, as one kernel: no kernel of its own for the norm.
+
+K is split over programs, as in `skinny_matmul`. The last one of a tile of columns to finish adds the parts up, in their order
+and not in that in which they came, so that the result does not depend on who was last; nobody waits for anybody.
+Letters: R rows, K inputs, N outputs, S parts of K, B blocks of columns.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from . import lora_layout as layout
+from .deferred_norm import DeferredNorm
+from .skinny_matmul import accumulate, check_product, fits, padded_rows, positions
+from .tuning import matmul_tiles
+
+MAX_ROWS = 16  # with more, what the last program of a tile has to read costs more than a norm of its own
+
+
+# ---- 1. the public op ------------------------------------------------------------------------------------------------
+def fits_residual(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> bool:
+    """Whether `residual_matmul` takes a product of these sizes. Not in float16: what is not divided yet could overflow."""
+    return rows <= MAX_ROWS and fits(rows, inputs, outputs) and dtype != jnp.float16
+
+
+def new_arrivals(outputs: int) -> jax.Array:
+    """How many programs of each tile have finished: zeros, which `residual_matmul` counts in and leaves as zeros."""
+    return jnp.zeros((outputs // 64,), jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "implementation", "interpret"))
+def residual_matmul(
+    y: jax.Array,
+    w: jax.Array,
+    x: jax.Array,
+    scale: jax.Array,
+    arrivals: jax.Array,
+    *,
+    eps: float,
+    implementation: str = "triton",
+    interpret: bool = False,
+) -> tuple[jax.Array, DeferredNorm, jax.Array]:
+    """(x + y @ w [R, N], its RMSNorm with that scale, arrivals for the next call).
+
+    y [R, K], w [K, N], x [R, N] and scale [N] of one dtype, to which y @ w is rounded before it is added; R, K, N and the
+    dtype as `fits_residual` says. arrivals int32 [N / 64]: zeros, of `new_arrivals` or the call
+    before, donated by the caller or copied.
+    A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
+    """
+    layout.check_implementation("residual_matmul", implementation)
+    check_product("residual_matmul", y, w, w.shape[-1], "y")
+    rows, outputs = y.shape[0], w.shape[1]
+    if not fits_residual(rows, w.shape[0], outputs, w.dtype):
+        raise ValueError(f"residual_matmul: at most {MAX_ROWS} rows of bfloat16 or float32, got y {y.dtype} {y.shape}")
+    for name, given, shape in (("x", x, (rows, outputs)), ("scale", scale, (outputs,))):
+        if given.shape != shape or given.dtype != y.dtype:
+            raise ValueError(f"residual_matmul: {name} must be {y.dtype} {shape}, got {given.dtype} {given.shape}")
+    if arrivals.dtype != jnp.int32 or arrivals.shape != (outputs // 64,):
+        raise ValueError(
+            f"residual_matmul: arrivals must be int32 {(outputs // 64,)}, got {arrivals.dtype} {arrivals.shape}"
+        )
+    if implementation == "xla":
+        x = x + jnp.dot(y, w, preferred_element_type=jnp.float32).astype(x.dtype)
+        squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)[None]
+        return x, DeferredNorm(x * scale, squares, eps), arrivals
+    return _triton(y, w, x, scale, arrivals, eps, interpret=interpret)
+
+
+# ---- 2. the kernel ---------------------------------------------------------------------------------------------------
+def _kernel(
+    y,  # [R, K]
+    w,  # [K, N]
+    x,  # [R, N]
+    scale,  # [N]
+    _,  # arrivals before, the same memory as below
+    total,  # [R, N]
+    scaled,  # [R, N]
+    squares,  # [B, R] float32
+    parts,  # [S, R, N] float32
+    arrivals,  # int32 [N / 64]
+    *,
+    block_n: int,
+    block_k: int,
+    threads: bool,
+):
+    """Program (column tile, part): the part's sums; the last one of the tile also everything else."""
+    n, s = pl.program_id(0), pl.program_id(1)
+    rows, count, dtype = y.shape[0], parts.shape[0], total.dtype
+    steps = y.shape[1] // count // block_k
+    (acc,) = accumulate(y, w, (n * block_n,), s * steps, steps, block_n, block_k)
+    row, column = positions(acc.shape, n * block_n)
+    inside = row < rows
+
+    def finish(product) -> None:
+        before = plgpu.load(x.at[row, column], mask=inside, other=0).astype(jnp.float32)
+        v = (before + product.astype(dtype).astype(jnp.float32)).astype(dtype)
+        plgpu.store(total.at[row, column], v, mask=inside)
+        plgpu.store(scaled.at[row, column], v * scale[pl.ds(n * block_n, block_n)][None], mask=inside)
+        v = v.astype(jnp.float32)
+        at = lax.iota(jnp.int32, padded_rows(rows))
+        plgpu.store(squares.at[jnp.full(at.shape, n), at], jnp.sum(v * v, axis=1), mask=at < rows)
+
+    if count == 1:
+        finish(acc)
+        return
+    at_part = lambda i: parts.at[jnp.full(acc.shape, i), row, column]  # noqa: E731
+    plgpu.store(at_part(s), acc, mask=inside)
+    if threads:  # interpreted programs have one, and no barrier
+        plgpu.debug_barrier()  # what all threads of this program stored lies before its arrival
+    arrived = plgpu.atomic_add(arrivals, (n,), jnp.int32(1))
+
+    @pl.when(arrived == count - 1)
+    def _():
+        arrivals[n] = jnp.int32(0)  # for the next kernel: it may split K otherwise
+        found = [plgpu.load(at_part(i), mask=inside, other=0) for i in range(count)]
+        finish(functools.reduce(jnp.add, found))
+
+
+# ---- 3. the call -----------------------------------------------------------------------------------------------------
+def _triton(y, w, x, scale, arrivals, eps: float, *, interpret: bool) -> tuple[jax.Array, DeferredNorm, jax.Array]:
+    (rows, inputs), outputs = y.shape, w.shape[1]
+    tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize)
+    out, blocks = jax.ShapeDtypeStruct(x.shape, x.dtype), outputs // tiles.block_n
+    total, scaled, squares, _, arrivals = pl.pallas_call(
+        functools.partial(_kernel, block_n=tiles.block_n, block_k=tiles.block_k, threads=not interpret),
+        out_shape=(
+            out,
+            out,
+            jax.ShapeDtypeStruct((blocks, rows), jnp.float32),
+            jax.ShapeDtypeStruct((tiles.parts, rows, outputs), jnp.float32),
+            jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
+        ),
+        grid=(blocks, tiles.parts),
+        input_output_aliases={4: 4},
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        name="residual_matmul",
+        interpret=interpret,
+    )(y, w, x, scale, arrivals)
+    return total, DeferredNorm(scaled, squares, eps), arrivals
