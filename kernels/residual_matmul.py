@@ -49,8 +49,8 @@ def residual_matmul(
     """(x + y @ w [R, N], its RMSNorm with that scale, arrivals for the next call).
 
     y [R, K], w [K, N], x [R, N] and scale [N] of one dtype, to which y @ w is rounded before it is added; R, K, N and the
-    dtype as `fits_residual` says. arrivals int32 [N / 64]: zeros, of `new_arrivals` or the call
-    before, donated by the caller or copied.
+    dtype as `fits_residual` says. arrivals int32 [N / 64]: zeros, of `new_arrivals` or the call before, donated by the caller
+    or copied.
     A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
     """
     layout.check_implementation("residual_matmul", implementation)

@@ -97,7 +97,8 @@ def activate(linear: nnx.Linear, x: Normed, implementation: str) -> jax.Array:
 
 def add(stream: Stream, linear: nnx.Linear, y: jax.Array, norm: RMSNorm, implementation: str) -> Stream:
     """The stream with linear(y) added to it, and its norm: as one kernel with few rows and no adapter or bias."""
-    fused = stream.arrivals is not None and fits_residual(y.shape[0], *linear.kernel.shape, y.dtype)
+    inputs, outputs = linear.kernel.shape
+    fused = stream.arrivals is not None and fits_residual(y.shape[0], inputs, outputs, y.dtype)
     if fused and _own_kernel(linear, implementation):
         kernel, scale = linear.kernel[...], norm.scale[...]
         return Stream(*residual_matmul(y, kernel, stream.x, scale, stream.arrivals, eps=norm.eps))
