@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
+from .arrivals import check_arrivals, when_last
 from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, softmax_step, visible
 from .rope_cache import HeadNorms, check_heads, rotate, rotate_heads, split_heads, write_tokens
 from .tuning import attention_tiles
@@ -31,6 +32,7 @@ def decode_attention(
     kv: jax.Array,
     block_tables: jax.Array,
     positions: jax.Array,
+    arrivals: jax.Array | None,
     *,
     heads: int,
     scale: float,
@@ -39,12 +41,13 @@ def decode_attention(
     norms: HeadNorms | None = None,
     implementation: str = "triton",
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """(heads' outputs [R, H * D], kv with the new keys and values).
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(heads' outputs [R, H * D], kv with the new keys and values, arrivals for the next call).
 
     qkv [R, (H + 2K) * D] of kv's dtype (q heads, then k, then v), or float32 partial sums [S, R, (H + 2K) * D] of it;
     rope: cos and sin, float32 [R, D / 2]; kv [pages, page_size, 2, K, D], donated by the caller or copied;
-    block_tables int32 [R, P]; positions int32 [R] of the new tokens. window: how many tokens back a query sees,
+    block_tables int32 [R, P]; positions int32 [R] of the new tokens; arrivals: of `new_arrivals`, R * K at least, donated by
+    the caller or copied, or None where no context is split (`attention_tiles`). window: how many tokens back a query sees,
     itself included. softcap: see `scored`.
     A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
     """
@@ -56,8 +59,8 @@ def decode_attention(
             raise ValueError(f"decode_attention: {name} must be int32 with {rows} rows, got {x.dtype} {x.shape}")
     score = functools.partial(scored, scale=scale, softcap=softcap)
     if implementation == "xla":
-        return _xla(qkv, rope, kv, block_tables, positions, heads, score, window, norms)
-    return _triton(qkv, rope, kv, block_tables, positions, heads, score, window, norms, interpret)
+        return *_xla(qkv, rope, kv, block_tables, positions, heads, score, window, norms), arrivals
+    return _triton(qkv, rope, kv, block_tables, positions, arrivals, heads, score, window, norms, interpret)
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
@@ -99,16 +102,17 @@ def _rotated(qkv, cos, sin, norm, eps, base, p: _Head, dtype) -> jax.Array:
     )
 
 
-def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | None, tiles):
-    """Program (row, KV head, part): the head's G queries over one part of the row's tokens; part 0 also the new token.
+def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | None, tiles, interpret: bool):
+    """Program (row, KV head, part): the head's G queries over one part of the row's tokens; part 0 also the new token. The last
+    part of a head to finish joins them.
 
     refs: qkv, cos, sin, kv [pages, page_size, 2, K, D], tables [R, P], positions [R], with eps also the scales of q's and k's
-    norm [D]; then out [C, R, H, D] (float32, or qkv's dtype where C is 1), top and norm [C, R, H] float32 (the largest score,
-    the sum of exp(score - top)), and kv again, the same memory.
+    norm [D], with several parts arrivals; then out [R, H, D], kv again, the same memory, and with several parts those: values
+    [C, R, H, D], top and total [C, R, H] float32 (the largest score, the sum of exp(score - top)), and arrivals again.
     """
     qkv, cos, sin, kv, tables, positions = refs[:6]
     q_norm, k_norm = refs[6:8] if eps is not None else (None, None)
-    out, top, total, kv_out = refs[-4:]
+    out, kv_out, *joined = refs[-2:] if tiles.parts == 1 else refs[-6:]
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page_size, kv_heads, size = kv.shape[1], kv.shape[3], kv.shape[4]
     group, dtype = heads // kv_heads, kv.dtype
@@ -172,16 +176,33 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
         return attend(state, *keys_and_values(step, page)), following
 
     (m, n, acc), _ = lax.fori_loop(begin, end, body, (state, pages(begin)))
-    if tiles.parts == 1:
-        acc = acc / n[:, None]
     shape = (g_pad, padded)
     in_g, at_head = g < group, head * group + g
-    index = (_full(part, shape), _full(row, shape), _full(at_head[:, None], shape), _full(dim[None], shape))
-    plgpu.store(out.at[*index], acc.astype(out.dtype), mask=in_g[:, None] & (dim < size)[None])
-    if tiles.parts > 1:
-        index = (_full(part, g.shape), _full(row, g.shape), at_head)
-        plgpu.store(top.at[*index], m, mask=in_g)
-        plgpu.store(total.at[*index], n, mask=in_g)
+    inside = in_g[:, None] & (dim < size)[None]
+    at = (_full(row, shape), _full(at_head[:, None], shape), _full(dim[None], shape))
+
+    def store(total, values) -> None:
+        plgpu.store(out.at[*at], (values / total[:, None]).astype(out.dtype), mask=inside)
+
+    if tiles.parts == 1:
+        store(n, acc)
+        return
+    values, top, total, arrivals = joined
+    in_row = (_full(row, g.shape), at_head)
+    plgpu.store(values.at[_full(part, shape), *at], acc, mask=inside)
+    plgpu.store(top.at[_full(part, g.shape), *in_row], m, mask=in_g)
+    plgpu.store(total.at[_full(part, g.shape), *in_row], n, mask=in_g)
+
+    def join() -> None:
+        parts = range(tiles.parts)
+        of = lambda ref, i: plgpu.load(ref.at[_full(i, g.shape), *in_row], mask=in_g, other=0)  # noqa: E731
+        tops = [of(top, i) for i in parts]
+        best = functools.reduce(jnp.maximum, tops)
+        weights = [jnp.exp(t - best) for t in tops]
+        sums = (plgpu.load(values.at[_full(i, shape), *at], mask=inside, other=0) * weights[i][:, None] for i in parts)
+        store(functools.reduce(jnp.add, [of(total, i) * weights[i] for i in parts]), functools.reduce(jnp.add, sums))
+
+    when_last(arrivals, row * kv_heads + head, tiles.parts, join, interpret=interpret)
 
 
 def _attend_group(q_gd, score: Score, state, seen, k_td, v_td):
@@ -204,11 +225,20 @@ def _attend_one(q_1d, score: Score, state, seen, k_td, v_td):
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
-def _triton(qkv, rope, kv, tables, positions, heads, score: Score, window, norms, interpret):
+def _triton(qkv, rope, kv, tables, positions, arrivals, heads, score: Score, window, norms, interpret):
     rows, (kv_heads, size) = qkv.shape[-2], kv.shape[3:]
     context = tables.shape[1] * kv.shape[1]
     tiles = attention_tiles(rows, kv_heads, heads // kv_heads, context, size, kv.dtype.itemsize)
-    out, top, total, kv = pl.pallas_call(
+    given = [qkv, *rope, kv, tables, positions, *(() if norms is None else (norms.q, norms.k))]
+    like = jax.ShapeDtypeStruct
+    results, aliases = [like((rows, heads, size), kv.dtype), like(kv.shape, kv.dtype)], {3: 1}
+    if tiles.parts > 1:
+        check_arrivals("decode_attention", arrivals, rows * kv_heads)
+        given.append(arrivals)
+        results.append(like((tiles.parts, rows, heads, size), jnp.float32))
+        results += [like((tiles.parts, rows, heads), jnp.float32)] * 2 + [like(arrivals.shape, arrivals.dtype)]
+        aliases[len(given) - 1] = len(results) - 1
+    out, kv, *rest = pl.pallas_call(
         functools.partial(
             _kernel,
             heads=heads,
@@ -216,24 +246,16 @@ def _triton(qkv, rope, kv, tables, positions, heads, score: Score, window, norms
             window=window,
             eps=None if norms is None else norms.eps,
             tiles=tiles,
+            interpret=interpret,
         ),
-        out_shape=(
-            jax.ShapeDtypeStruct((tiles.parts, rows, heads, size), kv.dtype if tiles.parts == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((tiles.parts, rows, heads), jnp.float32),
-            jax.ShapeDtypeStruct((tiles.parts, rows, heads), jnp.float32),
-            jax.ShapeDtypeStruct(kv.shape, kv.dtype),
-        ),
+        out_shape=results,
         grid=(rows, kv_heads, tiles.parts),
-        input_output_aliases={3: 3},
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name="decode_attention",
         interpret=interpret,
-    )(qkv, *rope, kv, tables, positions, *(() if norms is None else (norms.q, norms.k)))
-    if tiles.parts == 1:
-        return out.reshape(rows, -1), kv
-    weight = jnp.exp(top - jnp.max(top, axis=0))
-    joined = jnp.sum(out * weight[..., None], axis=0) / jnp.sum(total * weight, axis=0)[..., None]
-    return joined.astype(kv.dtype).reshape(rows, -1), kv
+    )(*given)
+    return out.reshape(rows, -1), kv, rest[-1] if rest else arrivals
 
 
 # ---- 4. the plain-JAX form -------------------------------------------------------------------------------------------

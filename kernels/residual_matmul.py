@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
+from .arrivals import check_arrivals, when_last
 from .deferred_norm import DeferredNorm
 from .skinny_matmul import accumulate, check_product, fits, padded_rows, positions
 from .tuning import matmul_tiles
@@ -27,11 +28,6 @@ MAX_ROWS = 16  # with more, what the last program of a tile has to read costs mo
 def fits_residual(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> bool:
     """Whether `residual_matmul` takes a product of these sizes. Not in float16: what is not divided yet could overflow."""
     return rows <= MAX_ROWS and fits(rows, inputs, outputs) and dtype != jnp.float16
-
-
-def new_arrivals(outputs: int) -> jax.Array:
-    """How many programs of each tile have finished: zeros, which `residual_matmul` counts in and leaves as zeros."""
-    return jnp.zeros((outputs // 64,), jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "implementation", "interpret"))
@@ -49,8 +45,7 @@ def residual_matmul(
     """(x + y @ w [R, N], its RMSNorm with that scale, arrivals for the next call).
 
     y [R, K], w [K, N], x [R, N] and scale [N] of one dtype, to which y @ w is rounded before it is added; R, K, N and the
-    dtype as `fits_residual` says. arrivals int32 [N / 64]: zeros, of `new_arrivals` or the call before, donated by the caller
-    or copied.
+    dtype as `fits_residual` says. arrivals: of `new_arrivals`, N / 64 at least, donated by the caller or copied.
     A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
     """
     layout.check_implementation("residual_matmul", implementation)
@@ -61,10 +56,7 @@ def residual_matmul(
     for name, given, shape in (("x", x, (rows, outputs)), ("scale", scale, (outputs,))):
         if given.shape != shape or given.dtype != y.dtype:
             raise ValueError(f"residual_matmul: {name} must be {y.dtype} {shape}, got {given.dtype} {given.shape}")
-    if arrivals.dtype != jnp.int32 or arrivals.shape != (outputs // 64,):
-        raise ValueError(
-            f"residual_matmul: arrivals must be int32 {(outputs // 64,)}, got {arrivals.dtype} {arrivals.shape}"
-        )
+    check_arrivals("residual_matmul", arrivals, outputs // 64)
     if implementation == "xla":
         x = x + jnp.dot(y, w, preferred_element_type=jnp.float32).astype(x.dtype)
         squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)[None]
@@ -83,11 +75,11 @@ def _kernel(
     scaled,  # [R, N]
     squares,  # [B, R] float32
     parts,  # [S, R, N] float32
-    arrivals,  # int32 [N / 64]
+    arrivals,  # int32 [pieces]
     *,
     block_n: int,
     block_k: int,
-    threads: bool,
+    interpret: bool,
 ):
     """Program (column tile, part): the part's sums; the last one of the tile also everything else."""
     n, s = pl.program_id(0), pl.program_id(1)
@@ -111,15 +103,11 @@ def _kernel(
         return
     at_part = lambda i: parts.at[jnp.full(acc.shape, i), row, column]  # noqa: E731
     plgpu.store(at_part(s), acc, mask=inside)
-    if threads:  # interpreted programs have one, and no barrier
-        plgpu.debug_barrier()  # what all threads of this program stored lies before its arrival
-    arrived = plgpu.atomic_add(arrivals, (n,), jnp.int32(1))
 
-    @pl.when(arrived == count - 1)
-    def _():
-        arrivals[n] = jnp.int32(0)  # for the next kernel: it may split K otherwise
-        found = [plgpu.load(at_part(i), mask=inside, other=0) for i in range(count)]
-        finish(functools.reduce(jnp.add, found))
+    def join() -> None:
+        finish(functools.reduce(jnp.add, [plgpu.load(at_part(i), mask=inside, other=0) for i in range(count)]))
+
+    when_last(arrivals, n, count, join, interpret=interpret)
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
@@ -128,7 +116,7 @@ def _triton(y, w, x, scale, arrivals, eps: float, *, interpret: bool) -> tuple[j
     tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize)
     out, blocks = jax.ShapeDtypeStruct(x.shape, x.dtype), outputs // tiles.block_n
     total, scaled, squares, _, arrivals = pl.pallas_call(
-        functools.partial(_kernel, block_n=tiles.block_n, block_k=tiles.block_k, threads=not interpret),
+        functools.partial(_kernel, block_n=tiles.block_n, block_k=tiles.block_k, interpret=interpret),
         out_shape=(
             out,
             out,

@@ -37,17 +37,20 @@ class DecodeInputs:
         rope: tuple[jax.Array, jax.Array],
         kv: jax.Array,
         *,
+        arrivals: jax.Array | None,
         heads: int,
         window: int | None,
         norms: HeadNorms | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """qkv [R, C] or partial sums [S, R, C] -> (heads' outputs [R, H * D], kv with the new tokens): `decode_attention`."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """qkv [R, C] or partial sums [S, R, C] -> (heads' outputs [R, H * D], kv with the new tokens, arrivals):
+        `decode_attention`."""
         return decode_attention(
             qkv,
             rope,
             kv,
             self.block_tables,
             self.positions,
+            arrivals,
             heads=heads,
             scale=kv.shape[-1] ** -0.5,
             window=window,
@@ -74,11 +77,12 @@ class PrefillInputs:
         rope: tuple[jax.Array, jax.Array],
         kv: jax.Array,
         *,
+        arrivals: jax.Array | None,
         heads: int,
         window: int | None,
         norms: HeadNorms | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """qkv [T, C] -> (heads' outputs [T, H * D], kv with the new tokens)."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """qkv [T, C] -> (heads' outputs [T, H * D], kv with the new tokens, arrivals as they were)."""
         q, kv = rope_to_cache(qkv, rope, kv, self.index, heads=heads, norms=norms, implementation=self.implementation)
         out = prefill_attention(
             q,
@@ -91,4 +95,4 @@ class PrefillInputs:
             window=window,
             implementation=self.implementation,
         )
-        return out.reshape(out.shape[0], -1), kv
+        return out.reshape(out.shape[0], -1), kv, arrivals

@@ -107,12 +107,12 @@ def test_every_call_of_the_loop_is_done():
     np.testing.assert_allclose(y, want, rtol=1e-5)
     assert np.abs(want - first).max() > 1e-4 and outs == [None] * 5
 
-    given, outs, (end,) = all_calls("attention", WINDOW, 5)
+    given, outs, (end, _) = all_calls("attention", WINDOW, 5)
     qkv, rope, positions = given.fixed
     kv, wants = given.carry[0], []
     for table in given.rotating[:5]:
         options = dict(scale=WINDOW.head_dim**-0.5, window=WINDOW.window, implementation="xla", heads=WINDOW.heads)
-        want, kv = decode_attention(qkv, rope, kv, table, positions, **options)
+        want, kv, _ = decode_attention(qkv, rope, kv, table, positions, None, **options)
         wants.append(want)
     np.testing.assert_allclose(np.stack(outs), np.stack(wants), rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(end, kv)

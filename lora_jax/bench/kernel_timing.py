@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.kernels import lora_expand, lora_shrink
+from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.cases import AttentionCase, Case
 from lora_jax.kernels.decode_attention import decode_attention
 from lora_jax.kernels.lora_layout import padded_rank
@@ -118,7 +119,8 @@ def _attention(case: AttentionCase, copies: int, numbers: Sequence[int]) -> Oper
     qkv = _values((case.rows, (case.heads + 2 * case.kv_heads) * case.head_dim), case.dtype, 2)
     angles = _values((case.rows, case.head_dim // 2), "float32", 3)
     positions = jnp.full((case.rows,), case.pages * case.page_size - 1, jnp.int32)
-    return Operands((qkv, (jnp.cos(angles), jnp.sin(angles)), positions), [tables[i] for i in numbers], [kv])
+    arrivals = new_arrivals(case.rows * case.kv_heads)
+    return Operands((qkv, (jnp.cos(angles), jnp.sin(angles)), positions), [tables[i] for i in numbers], [kv, arrivals])
 
 
 def _call(op: str, case: Any, implementation: str) -> Callable[..., tuple[Any, list[jax.Array]]]:
@@ -132,8 +134,8 @@ def _call(op: str, case: Any, implementation: str) -> Callable[..., tuple[Any, l
     how |= dict(heads=case.heads, scale=case.head_dim**-0.5, window=case.window, softcap=case.softcap)
 
     def attend(f, table, carry):
-        out, kv = decode_attention(f[0], f[1], carry[0], table, f[2], **how)
-        return out, [kv]
+        out, *carry = decode_attention(f[0], f[1], carry[0], table, f[2], carry[1], **how)
+        return out, carry
 
     return jax.jit(attend)
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.kernels.add_norm import add_rms_norm
+from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.deferred_norm import DeferredNorm, Normed
-from lora_jax.kernels.residual_matmul import fits_residual, new_arrivals, residual_matmul
+from lora_jax.kernels.residual_matmul import fits_residual, residual_matmul
 from lora_jax.kernels.rope_cache import HeadNorms
 from lora_jax.kernels.skinny_matmul import fits, skinny_matmul
 from lora_jax.kernels.swiglu import swiglu
@@ -34,11 +35,13 @@ class StepInputs(Protocol):
         rope: Rope,
         kv: jax.Array,
         *,
+        arrivals: jax.Array | None,
         heads: int,
         window: int | None,
         norms: HeadNorms | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """qkv [T, (H + 2K) * D], or partial sums [S, ...] of it -> (heads' outputs [T, H * D], kv pages with the tokens)."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """qkv [T, (H + 2K) * D], or partial sums [S, ...] of it -> (heads' outputs [T, H * D], kv pages with the tokens,
+        arrivals)."""
         ...
 
 
@@ -55,17 +58,18 @@ class RMSNorm(nnx.Module):
 
 
 class Stream(NamedTuple):
-    """The residual stream x [T, hidden], and its norm for the sublayer that follows. arrivals: what `residual_matmul` passes
-    on, None where it is not in use."""
+    """The residual stream x [T, hidden], and its norm for the sublayer that follows. arrivals: see `when_last`; None where the
+    kernels are not in use."""
 
     x: jax.Array
     normed: Normed
     arrivals: jax.Array | None
 
     @classmethod
-    def start(cls, x: jax.Array, norm: RMSNorm, implementation: str) -> Stream:
-        fused = implementation == "triton" and fits_residual(x.shape[0], x.shape[1], x.shape[1], x.dtype)
-        return cls(*norm.add(x, None, implementation), new_arrivals(x.shape[1]) if fused else None)
+    def start(cls, x: jax.Array, norm: RMSNorm, kv_heads: int, implementation: str) -> Stream:
+        """kv_heads: of the attention that follows."""
+        pieces = max(x.shape[1] // 64, x.shape[0] * kv_heads)  # of a residual product, of an attention
+        return cls(*norm.add(x, None, implementation), new_arrivals(pieces) if implementation == "triton" else None)
 
 
 def array(x: Normed) -> jax.Array:
@@ -153,7 +157,10 @@ class Attention(nnx.Module):
         if hasattr(self, "q_norm"):
             norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
         qkv = project(self.qkv_proj, stream.normed, inputs.implementation)
-        out, kv = inputs.attend(qkv, rope, kv, heads=self.heads, window=self.window, norms=norms)
+        out, kv, arrivals = inputs.attend(
+            qkv, rope, kv, arrivals=stream.arrivals, heads=self.heads, window=self.window, norms=norms
+        )
+        stream = stream._replace(arrivals=arrivals)
         return add(stream, self.o_proj, out, following, inputs.implementation), kv
 
 

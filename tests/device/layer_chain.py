@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from lora_jax.kernels.add_norm import add_rms_norm
+from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.decode_attention import decode_attention
-from lora_jax.kernels.residual_matmul import fits_residual, new_arrivals, residual_matmul
+from lora_jax.kernels.residual_matmul import fits_residual, residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_matmul
 from lora_jax.kernels.swiglu import swiglu
 
@@ -68,10 +69,12 @@ def step(x, kvs, tables, positions, rope, weights, *, heads: int, products: str,
         return jax.nn.silu(gate) * up
 
     x, normed = norms(x, None, weights[0]["norm"])
-    arrivals = new_arrivals(x.shape[1])
+    arrivals = new_arrivals(max(x.shape[1] // 64, x.shape[0] * heads))
     for w, kv in zip(weights, kvs, strict=True):
         qkv = product(normed, w["qkv"])
-        a, kv = decode_attention(qkv, rope, kv, tables, positions, heads=heads, scale=kv.shape[-1] ** -0.5, **ours)
+        a, kv, arrivals = decode_attention(
+            qkv, rope, kv, tables, positions, arrivals, heads=heads, scale=kv.shape[-1] ** -0.5, **ours
+        )
         out.append(kv)
         x, normed, arrivals = add(x, a, w["o"], w["norm"], arrivals)
         x, normed, arrivals = add(x, activate(normed, w["gate_up"]), w["down"], w["norm"], arrivals)

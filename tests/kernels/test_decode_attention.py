@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lora_jax.kernels import decode_attention as module
+from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.cases import ATTENTION_CASES, AttentionCase
 from lora_jax.kernels.tuning import AttentionTiles, attention_tiles
 
@@ -93,9 +94,9 @@ def test_wrong_operands_are_named():
     qkv, kv = jnp.zeros((2, 8 * 16)), jnp.zeros((3, 4, 2, 2, 16))
     rope, tables, positions = (jnp.zeros((2, 8)),) * 2, jnp.zeros((2, 2), jnp.int32), jnp.zeros((2,), jnp.int32)
 
-    def refused(message, *args, heads=4, **options):
+    def refused(message, *args, heads=4, arrivals=None, **options):
         with pytest.raises(ValueError, match=f"decode_attention: {message}"):
-            module.decode_attention(*args, heads=heads, scale=1.0, **options)
+            module.decode_attention(*args, arrivals=arrivals, heads=heads, scale=1.0, **options)
 
     refused("implementation must be one of", qkv, rope, kv, tables, positions, implementation="cuda")
     refused("needs kv", qkv, rope, kv[:, :, :1], tables, positions)
@@ -109,3 +110,7 @@ def test_wrong_operands_are_named():
     refused("positions must be int32 with 2 rows", qkv, rope, kv, tables, positions[:1])
     refused("block_tables must be int32", qkv, rope, kv, tables.astype(jnp.float32), positions)
     refused("block_tables .* got int32 \\(2,\\)", qkv, rope, kv, tables[0], positions)
+    split = qkv, rope, kv, jnp.zeros((2, 200), jnp.int32), positions  # contexts of up to 800 tokens in several programs
+    refused("arrivals must be int32 zeros of at least 4 pieces, got None", *split)
+    refused("arrivals must be .* got int32 \\(3,\\)", *split, arrivals=new_arrivals(3))
+    refused("arrivals must be .* got float32", *split, arrivals=jnp.zeros(4))

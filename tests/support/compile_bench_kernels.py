@@ -27,7 +27,8 @@ def avals(op: str, case: Any, calls: int) -> tuple[Any, ...]:
         kv = array((case.rows * case.pages, case.page_size, 2, case.kv_heads, case.head_dim), case.dtype)
         qkv = array((case.rows, (case.heads + 2 * case.kv_heads) * case.head_dim), case.dtype)
         rope = (array((case.rows, case.head_dim // 2), "float32"),) * 2
-        return (qkv, rope, array((case.rows,), "int32")), (array((case.rows, case.pages), "int32"),) * calls, [kv]
+        carry = [kv, array((case.rows * case.kv_heads,), "int32")]
+        return (qkv, rope, array((case.rows,), "int32")), (array((case.rows, case.pages), "int32"),) * calls, carry
     rank, ids, layer = case.rank * len(case.linear.slices), array((case.rows,), "int32"), array((), "int32")
     x, a = (
         array((case.rows, case.linear.inputs), case.dtype),

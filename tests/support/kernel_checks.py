@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from lora_jax.kernels.add_norm import add_rms_norm
+from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.decode_attention import decode_attention
 from lora_jax.kernels.deferred_norm import DeferredNorm, Normed
 from lora_jax.kernels.prefill_attention import prefill_attention
-from lora_jax.kernels.residual_matmul import new_arrivals, residual_matmul
+from lora_jax.kernels.residual_matmul import residual_matmul
 from lora_jax.kernels.rope_cache import HeadNorms, rope_to_cache
 from lora_jax.kernels.skinny_matmul import skinny_matmul
 from lora_jax.kernels.swiglu import swiglu
@@ -80,7 +81,10 @@ def scoring(case: Any) -> dict[str, Any]:
 def decode(given: oracle.Decode, case: Any, form: str) -> tuple[np.ndarray, np.ndarray]:
     """(outputs [R, H, D], cache)."""
     options = dict(heads=given.heads, norms=_norms(given), **scoring(case), **how(form))
-    out, kv = run(decode_attention, given.qkv, given.rope, given.kv, given.tables, given.positions, **options)
+    arrivals = new_arrivals(case.rows * case.kv_heads + 3)  # more than it needs, as other kernels may need more
+    operands = given.qkv, given.rope, given.kv, given.tables, given.positions, arrivals
+    out, kv, arrivals = run(decode_attention, *operands, **options)
+    assert not arrivals.any(), "what is left for the next kernel"
     return out.reshape(case.rows, case.heads, case.head_dim), kv
 
 
@@ -260,7 +264,7 @@ def check_residual(
 ) -> np.ndarray:
     """arrivals: of the call before. Returns those for the next."""
     y, w, x, scale = residual_operands(rows, inputs, outputs, dtype)
-    before = new_arrivals(outputs) if arrivals is None else arrivals
+    before = new_arrivals(outputs // 64) if arrivals is None else arrivals
     total, norm, after = run(residual_matmul, y, w, x, scale, before, eps=EPS, **how(form))
     product = (y.astype(np.float64) @ w.astype(np.float64)).astype(x.dtype)
     want = (x.astype(np.float64) + product.astype(np.float64)).astype(x.dtype)
@@ -308,7 +312,7 @@ def check_repeated(rows: int, sizes: tuple[int, ...], outputs: int, dtype: str, 
 
     jitted = jax.jit(chain, donate_argnums=3)
     links, x, scale = jax.device_put((links, x, scale))
-    arrivals, results = new_arrivals(outputs), []
+    arrivals, results = new_arrivals(outputs // 64), []
     for _ in range(calls):
         out, arrivals = jitted(links, x, scale, arrivals)
         results.append(out)
