@@ -7,7 +7,6 @@ import json
 import sys
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import matplotlib
 import pytest
@@ -15,7 +14,6 @@ import pytest
 from lora_jax import dispatch
 from lora_jax.bench import adapters, footprint, overhead, overhead_table, plot
 from lora_jax.bench.cli import add_subcommands
-from lora_jax.bench.driver import DriverError, DriverState
 from lora_jax.bench.overhead import Measured
 from lora_jax.bench.paired import Spread, order_of_round, paired_ratios
 from lora_jax.bench.rounds import Round
@@ -267,40 +265,6 @@ def test_an_interrupted_run_has_kept_what_it_measured(fakes, monkeypatch, tmp_pa
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert [batch["batch_size"] for batch in kept["batches"]] == [2, 1] and kept["benchmark"] == "overhead"
     assert kept["identity"]["equal"] == 1 and kept["command"] and kept["hardware"]["platform"] == "cpu"
-
-
-def test_memory_is_the_drivers_less_the_pool(monkeypatch):
-    used = iter([1000, 1900])
-    monkeypatch.setattr(footprint, "read_driver", lambda ordinal: DriverState(next(used), 9999, "580"))
-    card = lambda pool: SimpleNamespace(platform="gpu", local_hardware_id=0, memory_stats=lambda: pool)  # noqa: E731
-    before = footprint.read_footprint(card({"pool_bytes": 400}))
-    after = footprint.read_footprint(card({"pool_bytes": 1000}))
-    assert footprint.grown(before, after) == 300
-
-    def fail(ordinal):
-        raise DriverError("nvmlInit_v2 failed with code 9")
-
-    monkeypatch.setattr(footprint, "read_driver", fail)
-    for stats, words in (({"pool_bytes": 4}, "code 9"), ({}, "pool_bytes"), (None, "pool_bytes")):
-        unknown = footprint.read_footprint(card(stats))
-        assert unknown.outside_pool is None and words in (unknown.reason or "")
-        assert footprint.grown(before, unknown) is None
-    cpu = footprint.read_footprint(SimpleNamespace(platform="cpu"))
-    assert cpu == footprint.Reading(None, footprint.ON_CPU)
-
-
-def test_sizes_of_a_table():
-    sizes = {"a": (100, 7), "b": (50, 9)}
-    analysis: dict[str, Any] = {
-        key: SimpleNamespace(generated_code_size_in_bytes=code, temp_size_in_bytes=temp)
-        for key, (code, temp) in sizes.items()
-    }
-    table = SimpleNamespace(
-        keys=lambda: list(sizes), compiled=lambda key: SimpleNamespace(memory_analysis=lambda: analysis[key])
-    )
-    assert footprint.table_sizes(table) == {"executables": 2, "code_bytes": 150, "largest_temp_bytes": 9}
-    analysis["b"] = None
-    assert footprint.table_sizes(table) == {"executables": 2, "code_bytes": None, "largest_temp_bytes": None}
 
 
 @pytest.fixture(scope="module")
