@@ -25,6 +25,11 @@ class DeferredNorm:
     squares: jax.Array
     eps: float = field(metadata=dict(static=True))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the norm: [R, D]."""
+        return self.scaled.shape
+
     def inverse(self) -> jax.Array:
         """1 / rms(x), float32 [R, 1]."""
         mean = jnp.sum(self.squares, axis=0) / self.scaled.shape[1]

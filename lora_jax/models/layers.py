@@ -84,16 +84,16 @@ def _own_kernel(linear: nnx.Linear, implementation: str) -> bool:
 def project(linear: nnx.Linear, x: Normed, implementation: str) -> jax.Array:
     """linear(x) [T, out], or float32 partial sums [S, T, out] of it, for a kernel that sums what it reads: with few rows and
     no adapter or bias, where the kernels are in use."""
-    rows = (x.scaled if isinstance(x, DeferredNorm) else x).shape[0]
-    if _own_kernel(linear, implementation) and fits(rows, *linear.kernel.shape):
+    inputs, outputs = linear.kernel.shape
+    if _own_kernel(linear, implementation) and fits(x.shape[0], inputs, outputs):
         return skinny_matmul(x, linear.kernel[...])
     return linear(array(x))
 
 
 def activate(linear: nnx.Linear, x: Normed, implementation: str) -> jax.Array:
     """silu(gate(x)) * up(x) [T, F], of a linear that gives gate and up side by side."""
-    rows, (inputs, outputs) = (x.scaled if isinstance(x, DeferredNorm) else x).shape[0], linear.kernel.shape
-    if _own_kernel(linear, implementation) and fits(rows, inputs, outputs // 2):
+    inputs, outputs = linear.kernel.shape
+    if _own_kernel(linear, implementation) and fits(x.shape[0], inputs, outputs // 2):
         return swiglu(x, linear.kernel[...])
     gate, up = jnp.split(linear(array(x)), 2, -1)
     return nnx.silu(gate) * up

@@ -1,0 +1,103 @@
+"""The layers' fused form, which GPUs run: wired as the plain one. Each kernel has its own tests; here its plain-JAX form takes its
+place, so that the order of norms, residuals and weights is compared on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from lora_jax.kernels.decode_attention import decode_attention
+
+from lora_jax.kv_cache import DecodeInputs
+from lora_jax.models import layers
+from lora_jax.models.config import parse_config
+from lora_jax.models.llama import LlamaForCausalLM
+from tests.support import tiny
+
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=tiny.VOCAB,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=64,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+)
+OPS = ("add_rms_norm", "skinny_matmul", "swiglu", "residual_matmul")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(DecodeInputs):
+    """As on a GPU, but for what computes."""
+
+    def attend(self, qkv, rope, kv, *, arrivals, **how):
+        assert arrivals is not None and arrivals.shape[0] >= self.positions.shape[0] * kv.shape[3]
+        given = qkv, rope, kv, self.block_tables, self.positions, arrivals
+        return decode_attention(*given, scale=kv.shape[-1] ** -0.5, implementation="xla", **how)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Names of the ops that the layers call, in order; each computes in plain JAX."""
+    names: list[str] = []
+
+    def plain(name):
+        op = getattr(layers, name)
+
+        @functools.wraps(op)
+        def call(*args, **options):
+            names.append(name)
+            return op(*args, **{**options, "implementation": "xla"})
+
+        return call
+
+    for name in OPS:
+        monkeypatch.setattr(layers, name, plain(name))
+    return names
+
+
+def hidden(rows: int, kind: type[DecodeInputs], implementation: str, **changes) -> tuple[np.ndarray, np.ndarray]:
+    """(hidden rows, the last layer's pages) of one decode step; every norm has a scale of its own."""
+    config = parse_config({**CONFIG, **changes}, "test")
+    model = LlamaForCausalLM(config, jnp.float32, nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    for _, norm in nnx.iter_graph(model):
+        if isinstance(norm, layers.RMSNorm):
+            norm.scale[...] = jnp.asarray(rng.uniform(0.5, 1.5, norm.scale.shape), jnp.float32)
+    kv = jnp.asarray(rng.standard_normal((rows + 1, 16, 2, config.num_kv_heads, config.head_dim)), jnp.float32)
+    inputs = kind(jnp.asarray(np.arange(rows) % 9), 1 + jnp.arange(rows, dtype=jnp.int32)[:, None], implementation)
+    tokens = jnp.arange(rows) * 7 % tiny.VOCAB
+    out, pages = model.model(tokens, inputs.positions.astype(jnp.int32), (kv,) * config.num_layers, inputs)
+    return np.asarray(out), np.asarray(pages[-1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "a_layer"),
+    [
+        (1, {}, ["skinny_matmul", "residual_matmul", "swiglu", "residual_matmul"]),
+        (16, {}, ["skinny_matmul", "residual_matmul", "swiglu", "residual_matmul"]),
+        (17, {}, ["skinny_matmul", "skinny_matmul", "add_rms_norm", "swiglu", "skinny_matmul", "add_rms_norm"]),
+        (65, {}, ["add_rms_norm", "add_rms_norm"]),
+        (8, dict(attention_bias=True), ["add_rms_norm", "swiglu", "residual_matmul"]),
+        (8, dict(mlp_bias=True), ["skinny_matmul", "residual_matmul", "add_rms_norm"]),
+        (8, dict(intermediate_size=100), ["skinny_matmul", "residual_matmul", "add_rms_norm"]),
+    ],
+    ids=str,
+)
+def test_fused_layers_equal_plain_ones(rows, changes, a_layer, called):
+    want, want_pages = hidden(rows, DecodeInputs, "xla", **changes)
+    called.clear()
+    got, pages = hidden(rows, Fused, "triton", **changes)
+    assert called == ["add_rms_norm", *a_layer * 3]
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(pages, want_pages, rtol=2e-5, atol=2e-5)
+    assert np.abs(want).max() > 0.1
