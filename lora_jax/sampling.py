@@ -146,11 +146,11 @@ def _most_likely(logits: jax.Array) -> jax.Array:
     """int32 [R]: the id of each row's largest logit, of equals the lowest; -1 where there is a NaN or it is infinite.
 
     One reduction gives both, so that a GPU needs no further kernel: what spoils a row counts as its largest value, with id
-    -1, and the reduction starts from -1, which stays where all are -inf.
+    -1, and -inf, which is the reduction's identity, has that id too.
     """
     x_rv = logits.astype(jnp.float32)
     x_rv = jnp.where(jnp.isnan(x_rv), jnp.inf, x_rv)
-    ids_rv = jnp.where(x_rv == jnp.inf, -1, lax.broadcasted_iota(jnp.int32, x_rv.shape, 1))
+    ids_rv = jnp.where(jnp.isinf(x_rv), -1, lax.broadcasted_iota(jnp.int32, x_rv.shape, 1))
 
     def larger(one, other):
         (x, id), (y, other_id) = one, other

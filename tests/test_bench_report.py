@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 import types
@@ -294,3 +295,35 @@ def test_a_result_of_an_older_version_is_refused(lacking, tmp_path, capsys):
         f"kept.json was written by an older version of lora-jax bench latency: it has no '{lacking}'"
         in capsys.readouterr().err
     )
+
+
+def run_latency(monkeypatch, result: dict, path: Path) -> int:
+    monkeypatch.setattr(cli.latency, "run", lambda options: result)
+    return cli.run(argparse.Namespace(benchmark="latency", json=str(path), plot=None, argv=("bench", "latency")))
+
+
+def test_a_kept_result_replaces_a_file_whole(monkeypatch, tmp_path):
+    file, link = tmp_path / "kept.json", tmp_path / "link.json"
+    file.write_text("before")
+    link.symlink_to(file)
+
+    def interrupted(path, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", interrupted)
+        run_latency(monkeypatch, {"n": 1}, link)
+    assert file.read_text() == "before"
+    assert run_latency(monkeypatch, {"n": 2}, link) == 0
+    assert link.is_symlink() and json.loads(file.read_text())["n"] == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept.json", "link.json"]
+
+
+def test_a_result_goes_to_what_is_no_file(monkeypatch, tmp_path):
+    """A device is written to, and neither replaced nor given a neighbour."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen([sys.executable, "-c", f"print(open({str(pipe)!r}).read())"], stdout=subprocess.PIPE)
+    assert run_latency(monkeypatch, {"n": 3}, pipe) == 0
+    assert json.loads(reader.communicate(timeout=60)[0])["n"] == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"] and pipe.is_fifo()

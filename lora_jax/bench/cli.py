@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     def keep(result: dict[str, Any]) -> dict[str, Any]:
         result = {"benchmark": options.benchmark, **result, **report.describe(options)}
         if options.json:
-            Path(options.json).write_text(json.dumps(result) + "\n")
+            _write(Path(options.json).resolve(), json.dumps(result) + "\n")
         return result
 
     options.keep = keep
@@ -90,6 +90,16 @@ def _plot(kept: str, figure: str) -> int:
         ) from None
     plot.save(figure, panels, result)
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """An interrupt in the middle leaves what a file held before. What is no file, such as /dev/stdout, is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def _check_folder(path: str) -> None:
