@@ -113,11 +113,6 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
 
     @property
-    def greedy(self) -> bool:
-        """Whether the next token is a plain argmax of the raw logits."""
-        return self.temperature == 0 and not self.penalised
-
-    @property
     def penalised(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
