@@ -123,9 +123,9 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
     position = positions[row]
     first = 0 if window is None else jnp.maximum(position - window + 1, 0)
     step0, steps = lax.div(first, tiles.step_tokens) if window is not None else 0, pl.cdiv(position, tiles.step_tokens)
-    share = pl.cdiv(jnp.maximum(steps - step0, 0), tiles.parts)
     begin, end = step0, steps
     if tiles.parts > 1:
+        share = pl.cdiv(jnp.maximum(steps - step0, 0), tiles.parts)
         begin = step0 + part * share
         end = jnp.minimum(begin + share, steps)
 

@@ -8,7 +8,7 @@ Letters: R rows, D features, B blocks of columns. Source: Zhang and Sennrich, "R
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class DeferredNorm:
 
     scaled: jax.Array
     squares: jax.Array
-    eps: float = field(metadata=dict(static=True))
+    eps: float
 
     @property
     def shape(self) -> tuple[int, ...]:

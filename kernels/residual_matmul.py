@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
 from .deferred_norm import DeferredNorm
-from .skinny_matmul import accumulate, check_product, fits, padded_rows, positions
+from .skinny_matmul import accumulate, check_product, fits, padded_rows, plain_product, positions
 from .tuning import matmul_tiles
 
 MAX_ROWS = 16  # with more, what the last program of a tile has to read costs more than a norm of its own
@@ -58,7 +58,7 @@ def residual_matmul(
             raise ValueError(f"residual_matmul: {name} must be {y.dtype} {shape}, got {given.dtype} {given.shape}")
     check_arrivals("residual_matmul", arrivals, outputs // 64)
     if implementation == "xla":
-        x = x + jnp.dot(y, w, preferred_element_type=jnp.float32).astype(x.dtype)
+        x = x + plain_product(y, w).astype(x.dtype)
         squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)[None]
         return x, DeferredNorm(x * scale, squares, eps), arrivals
     return _triton(y, w, x, scale, arrivals, eps, interpret=interpret)

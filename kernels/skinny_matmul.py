@@ -35,15 +35,21 @@ def skinny_matmul(x: Normed, w: jax.Array, *, implementation: str = "triton", in
     A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
     """
     layout.check_implementation("skinny_matmul", implementation)
-    scaled = check_product("skinny_matmul", x, w, w.shape[-1])
+    check_product("skinny_matmul", x, w, w.shape[-1])
     if implementation == "xla":
-        product = jnp.dot(scaled, w, preferred_element_type=jnp.float32)
-        return (product * x.inverse() if isinstance(x, DeferredNorm) else product)[None]
+        return plain_product(x, w)[None]
     return _triton(x, w, interpret=interpret)
 
 
-def check_product(op: str, x: Normed, w: jax.Array, outputs: int, name: str = "x") -> jax.Array:
-    """The array of x, if x and w can be multiplied and `fits` takes them. Raises: ValueError naming the operand; x is `name`."""
+def plain_product(x: Normed, w: jax.Array) -> jax.Array:
+    """x @ w in plain JAX, float32 [R, N]."""
+    if isinstance(x, DeferredNorm):
+        return plain_product(x.scaled, w) * x.inverse()
+    return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+
+def check_product(op: str, x: Normed, w: jax.Array, outputs: int, name: str = "x") -> None:
+    """Raises: ValueError naming the operand unless x and w can be multiplied and `fits` takes them; x is called `name`."""
     values = x.scaled if isinstance(x, DeferredNorm) else x
     if values.ndim != 2 or w.ndim != 2 or values.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: needs {name} [R, K] and w [K, N], got {values.shape} and {w.shape}")
@@ -56,7 +62,6 @@ def check_product(op: str, x: Normed, w: jax.Array, outputs: int, name: str = "x
     if isinstance(x, DeferredNorm) and (x.squares.dtype != jnp.float32 or x.squares.shape[1:] != values.shape[:1]):
         squares = f"{x.squares.dtype} {x.squares.shape}"
         raise ValueError(f"{op}: {name}.squares must be float32 [B, {values.shape[0]}], got {squares}")
-    return values
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------

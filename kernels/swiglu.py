@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .deferred_norm import DeferredNorm, Normed, inverse_of
-from .skinny_matmul import accumulate, check_product, operands, padded_rows, positions
+from .deferred_norm import Normed, inverse_of
+from .skinny_matmul import accumulate, check_product, operands, padded_rows, plain_product, positions
 from .tuning import swiglu_tiles
 
 
@@ -31,13 +31,11 @@ def swiglu(x: Normed, w: jax.Array, *, implementation: str = "triton", interpret
     layout.check_implementation("swiglu", implementation)
     if w.shape[-1] % 2:
         raise ValueError(f"swiglu: w must hold gate and up side by side, got {w.shape}")
-    values = check_product("swiglu", x, w, w.shape[-1] // 2)
+    check_product("swiglu", x, w, w.shape[-1] // 2)
     if implementation == "triton":
         return _triton(x, w, interpret=interpret)
-    product = jnp.dot(values, w, preferred_element_type=jnp.float32)
-    product = product * x.inverse() if isinstance(x, DeferredNorm) else product
-    gate, up = jnp.split(product, 2, -1)
-    return _activated(gate, up, values.dtype)
+    gate, up = jnp.split(plain_product(x, w), 2, -1)
+    return _activated(gate, up, w.dtype)
 
 
 def _activated(gate: jax.Array, up: jax.Array, dtype) -> jax.Array:

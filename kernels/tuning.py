@@ -100,15 +100,16 @@ class MatmulTiles:
 
 
 MATMUL_PROGRAMS = 256  # wanted in a grid: two a multiprocessor of the largest cards
+MATMUL_PROGRAMS_MANY = 96  # with many rows, which every tile of columns reads again: fewer, with more columns, win
 SHORTEST_PART = 1024  # inputs a program: below, the partial sums cost more than more programs win
 
 
 def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulTiles:
     """rows R (at most 64), inputs K and outputs N, multiples of 64. Measured on an H200 (docs/performance.md)."""
-    many = rows > 16  # then every tile of columns reads many rows again, and fewer programs with more columns win
-    wide = many and outputs % 128 == 0 and outputs // 128 >= MATMUL_PROGRAMS * 3 // 8
-    block_n, programs = 128 if wide else 64, MATMUL_PROGRAMS * 3 // 8 if many else MATMUL_PROGRAMS
-    parts = 1
+    many = rows > 16
+    programs = MATMUL_PROGRAMS_MANY if many else MATMUL_PROGRAMS
+    wide = many and outputs % 128 == 0 and outputs // 128 >= programs
+    block_n, parts = 128 if wide else 64, 1
     while (
         outputs // block_n * parts < programs and inputs % (parts * 128) == 0 and inputs // (parts * 2) >= SHORTEST_PART
     ):

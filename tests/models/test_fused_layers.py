@@ -14,24 +14,10 @@ from lora_jax.kernels.decode_attention import decode_attention
 
 from lora_jax.kv_cache import DecodeInputs
 from lora_jax.models import layers
-from lora_jax.models.config import parse_config
 from lora_jax.models.llama import LlamaForCausalLM
-from tests.support import tiny
+from lora_jax.models.shapes import known_shape
 
-CONFIG = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    vocab_size=tiny.VOCAB,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=64,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-)
+CONFIG = dataclasses.replace(known_shape("tiny"), num_layers=3, layer_windows=(None,) * 3)
 OPS = ("add_rms_norm", "skinny_matmul", "swiglu", "residual_matmul")
 
 
@@ -67,7 +53,7 @@ def called(monkeypatch):
 
 def hidden(rows: int, kind: type[DecodeInputs], implementation: str, **changes) -> tuple[np.ndarray, np.ndarray]:
     """(hidden rows, the last layer's pages) of one decode step; every norm has a scale of its own."""
-    config = parse_config({**CONFIG, **changes}, "test")
+    config = dataclasses.replace(CONFIG, **changes)
     model = LlamaForCausalLM(config, jnp.float32, nnx.Rngs(0))
     rng = np.random.default_rng(1)
     for _, norm in nnx.iter_graph(model):
@@ -75,7 +61,7 @@ def hidden(rows: int, kind: type[DecodeInputs], implementation: str, **changes) 
             norm.scale[...] = jnp.asarray(rng.uniform(0.5, 1.5, norm.scale.shape), jnp.float32)
     kv = jnp.asarray(rng.standard_normal((rows + 1, 16, 2, config.num_kv_heads, config.head_dim)), jnp.float32)
     inputs = kind(jnp.asarray(np.arange(rows) % 9), 1 + jnp.arange(rows, dtype=jnp.int32)[:, None], implementation)
-    tokens = jnp.arange(rows) * 7 % tiny.VOCAB
+    tokens = jnp.arange(rows) * 7 % config.vocab_size
     out, pages = model.model(tokens, inputs.positions.astype(jnp.int32), (kv,) * config.num_layers, inputs)
     return np.asarray(out), np.asarray(pages[-1])
 
@@ -87,7 +73,7 @@ def hidden(rows: int, kind: type[DecodeInputs], implementation: str, **changes) 
         (16, {}, ["skinny_matmul", "residual_matmul", "swiglu", "residual_matmul"]),
         (17, {}, ["skinny_matmul", "skinny_matmul", "add_rms_norm", "swiglu", "skinny_matmul", "add_rms_norm"]),
         (65, {}, ["add_rms_norm", "add_rms_norm"]),
-        (8, dict(attention_bias=True), ["add_rms_norm", "swiglu", "residual_matmul"]),
+        (8, dict(qkv_bias=True, o_bias=True), ["add_rms_norm", "swiglu", "residual_matmul"]),
         (8, dict(mlp_bias=True), ["skinny_matmul", "residual_matmul", "add_rms_norm"]),
         (8, dict(intermediate_size=100), ["skinny_matmul", "residual_matmul", "add_rms_norm"]),
     ],
