@@ -146,6 +146,11 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
         k = plgpu.load(kv.at[*at, _full(0, shape), _full(head, shape), d], mask=mask, other=0)
         return seen, k, plgpu.load(kv.at[*at, _full(1, shape), _full(head, shape), d], mask=mask, other=0)
 
+    # With lanes, keys and values come a step ahead, too: the first before the projection is read.
+    ahead = 1 if tiles.lanes else 0
+    ready = keys_and_values(begin, pages(begin)) if ahead else ()
+    page = pages(begin + ahead)
+
     # The new token: written by part 0, and attended to from registers.
     g = lax.iota(jnp.int32, g_pad)
     q_gd = _rotated(qkv, cos, sin, q_norm, eps, (head * group + jnp.minimum(g, group - 1))[:, None] * size, p, dtype)
@@ -168,14 +173,17 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
         jnp.where(own, jnp.ones((g_pad,), jnp.float32), 0.0),
         jnp.where(own, jnp.broadcast_to(v_1d.astype(jnp.float32), (g_pad, padded)), 0.0),
     )
-    attend = functools.partial(_attend_one if tiles.vector else _attend_group, q_gd, score)
+    attend = _attend_lanes if tiles.lanes else _attend_one if tiles.vector else _attend_group
 
     def body(step, carry):
-        state, page = carry
-        following = pages(step + 1)
-        return attend(state, *keys_and_values(step, page)), following
+        state, page, ready = carry
+        following = pages(step + ahead + 1)
+        loaded = keys_and_values(step + ahead, page)
+        return attend(q_gd, score, state, *(ready if ahead else loaded)), following, loaded if ahead else ()
 
-    (m, n, acc), _ = lax.fori_loop(begin, end, body, (state, pages(begin)))
+    begun = _no_lanes(tiles.step_tokens, padded) if tiles.lanes else state
+    found, *_ = lax.fori_loop(begin, end, body, (begun, page, ready))
+    m, n, acc = _join_lanes(state, found) if tiles.lanes else found
     shape = (g_pad, padded)
     in_g, at_head = g < group, head * group + g
     inside = in_g[:, None] & (dim < size)[None]
@@ -222,6 +230,32 @@ def _attend_one(q_1d, score: Score, state, seen, k_td, v_td):
     fade = jnp.exp(m - m_new)
     pv_d = jnp.sum(p_t[:, None] * v_td.astype(jnp.float32), axis=0)
     return m_new, n * fade + jnp.sum(p_t), acc * fade[:, None] + pv_d[None]
+
+
+def _attend_lanes(q_1d, score: Score, state, seen, k_td, v_td):
+    """The same with a softmax of its own for each place in a step, so that no thread waits for another before the end: state
+    (largest score [T], sum [T], weighted values [T, D])."""
+    m_t, n_t, acc_td = state
+    s_t = score(jnp.sum(k_td.astype(jnp.float32) * q_1d.astype(jnp.float32), axis=1))
+    s_t = jnp.where(seen, s_t, NEG)
+    m_new = jnp.maximum(m_t, s_t)
+    p_t = jnp.where(seen, jnp.exp(s_t - m_new), 0.0)
+    fade = jnp.exp(m_t - m_new)
+    return m_new, n_t * fade + p_t, acc_td * fade[:, None] + p_t[:, None] * v_td.astype(jnp.float32)
+
+
+def _no_lanes(tokens: int, size: int):
+    """The state of `_attend_lanes` before any token."""
+    zeros = jnp.zeros((tokens,), jnp.float32)
+    return jnp.full((tokens,), NEG), zeros, jnp.zeros((tokens, size), jnp.float32)
+
+
+def _join_lanes(state, lanes):
+    """`lanes` added to a state of one query."""
+    (m, n, acc), (m_t, n_t, acc_td) = state, lanes
+    top = jnp.maximum(m, jnp.max(m_t))
+    w, w_t = jnp.exp(m - top), jnp.exp(m_t - top)
+    return top, n * w + jnp.sum(n_t * w_t), acc * w[:, None] + jnp.sum(acc_td * w_t[:, None], axis=0)[None]
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------

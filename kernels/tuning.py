@@ -133,11 +133,13 @@ def norm_warps(rows: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """step_tokens keys a step, `parts` programs along a row's context. vector: one query head a program, without tensor cores."""
+    """step_tokens keys a step, `parts` programs along a row's context. vector: one query head a program, without tensor cores;
+    lanes: and a softmax for each of the step's places, which are joined at the end."""
 
     step_tokens: int
     parts: int
     vector: bool
+    lanes: bool
     num_warps: int
     num_stages: int
 
@@ -153,12 +155,12 @@ def attention_tiles(rows: int, kv_heads: int, group: int, tokens: int, head_dim:
     """rows R, kv_heads K, group G query heads a KV head, tokens: the longest context that the block tables can hold."""
     programs, parts = rows * kv_heads, 1
     if group == 1 and tokens <= SHORT_CONTEXT:  # many programs: small ones, of which more are under way at a time
-        step, warps = (16, 1) if programs >= 2048 else (32, 2) if programs >= 512 else (64, 4)
-        vector, stages = True, 1
+        step, warps = (16, 1) if programs >= 2048 else (32, 2) if programs >= 512 else (32, 4)
+        vector, lanes, stages = True, programs < 512, 1
     else:
         step = min(64, KEYS_AND_VALUES // (2 * _ceil_power(head_dim) * itemsize))
-        warps, vector, stages = 4, False, 2
+        warps, vector, lanes, stages = 4, False, False, 2
     most = 1 if vector and tokens <= WHOLE_CONTEXT else ATTENTION_PARTS
     while parts < most and programs * parts < ATTENTION_PROGRAMS and parts * step < tokens:
         parts *= 2
-    return AttentionTiles(step, parts, vector, warps, stages)
+    return AttentionTiles(step, parts, vector, lanes, warps, stages)

@@ -44,9 +44,9 @@ def test_plain_jax_attention_equals_float64(case):
 
 
 @pytest.mark.parametrize(("parts", "window"), [(1, None), (4, 70)])
-@pytest.mark.parametrize(("step", "warps"), [(16, 1), (32, 2), (64, 4)])
-def test_every_vector_tile_equals_float64(step, warps, parts, window, monkeypatch):
-    tiles = AttentionTiles(step, parts, True, warps, num_stages=1)
+@pytest.mark.parametrize(("step", "lanes", "warps"), [(16, False, 1), (32, False, 2), (32, True, 4)])
+def test_every_vector_tile_equals_float64(step, lanes, warps, parts, window, monkeypatch):
+    tiles = AttentionTiles(step, parts, True, lanes, warps, num_stages=1)
     monkeypatch.setattr(decode_attention, "attention_tiles", lambda *shape: tiles)
     checks.check_decode(dataclasses.replace(ONE_HEAD, window=window), "triton", parts=2)
 

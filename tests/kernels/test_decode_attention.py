@@ -18,7 +18,11 @@ from tests.support import kernel_checks as checks
 CASES = [checks.smaller(case) for case in ATTENTION_CASES]
 ONE_HEAD = AttentionCase("one-head", 3, 2, 2, 24, 4, 37, dtype="float32")  # G = 1, an odd head size and table
 GROUPED = AttentionCase("grouped", 3, 6, 2, 16, 4, 37, dtype="float32")
-VECTOR_TILES = ((16, 1), (32, 2), (64, 4))  # tokens a step and warps, of many to few programs
+VECTOR_TILES = (
+    (16, False, 1),
+    (32, False, 2),
+    (32, True, 4),
+)  # tokens a step, lanes and warps, of many to few programs
 
 
 @pytest.mark.parametrize("form", checks.FORMS)
@@ -31,8 +35,8 @@ def test_equals_float64(case, kind, form):
 def test_the_rule_gives_the_tiles_tested_here():
     shapes = [(rows, kv, tokens) for rows in (1, 8, 64, 256) for kv in (1, 8, 32) for tokens in (64, 512, 513, 4096)]
     found = [attention_tiles(rows, kv, 1, tokens, 128, 2) for rows, kv, tokens in shapes]
-    assert {(t.step_tokens, t.num_warps) for t in found if t.vector} == set(VECTOR_TILES)
-    assert {(t.step_tokens, t.vector) for t in found if not t.vector} == {(64, False)}
+    assert {(t.step_tokens, t.lanes, t.num_warps) for t in found if t.vector} == set(VECTOR_TILES)
+    assert {(t.step_tokens, t.lanes) for t in found if not t.vector} == {(64, False)}
     assert not any(attention_tiles(rows, kv, 4, tokens, 128, 2).vector for rows, kv, tokens in shapes)
     assert min(t.parts for t in found) == 1 and max(t.parts for t in found) == 16
 
@@ -47,17 +51,17 @@ def test_keys_and_values_of_a_step_fit_the_smallest_card():
 
 @pytest.mark.parametrize("window", [None, 9, 70])
 @pytest.mark.parametrize("parts", [1, 16])
-@pytest.mark.parametrize("step", [*VECTOR_TILES, (64, 0)], ids=str)
+@pytest.mark.parametrize("step", [*VECTOR_TILES, (64, False, 0)], ids=str)
 def test_every_tile_equals_float64(step, parts, window, monkeypatch):
     vector = step in VECTOR_TILES
-    tiles = AttentionTiles(step[0], parts, vector, num_warps=4, num_stages=1)
+    tiles = AttentionTiles(step[0], parts, vector, step[1], num_warps=4, num_stages=1)
     monkeypatch.setattr(module, "attention_tiles", lambda *shape: tiles)
     case = dataclasses.replace(ONE_HEAD if vector else GROUPED, window=window)
     checks.check_decode(case, "interpret", parts=2)
 
 
 def test_the_grouped_path_serves_one_head_a_group(monkeypatch):
-    monkeypatch.setattr(module, "attention_tiles", lambda *shape: AttentionTiles(64, 2, False, 4, 2))
+    monkeypatch.setattr(module, "attention_tiles", lambda *shape: AttentionTiles(64, 2, False, False, 4, 2))
     checks.check_decode(ONE_HEAD, "interpret", norms=True)
 
 
