@@ -182,7 +182,7 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
         return attend(q_gd, score, state, *(ready if ahead else loaded)), following, loaded if ahead else ()
 
     begun = _no_lanes(tiles.step_tokens, padded) if tiles.lanes else state
-    found, *_ = lax.fori_loop(begin, end, body, (begun, page, ready))
+    found = lax.fori_loop(begin, end, body, (begun, page, ready))[0]
     m, n, acc = _join_lanes(state, found) if tiles.lanes else found
     shape = (g_pad, padded)
     in_g, at_head = g < group, head * group + g
