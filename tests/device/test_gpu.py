@@ -140,8 +140,7 @@ def test_norms_equal_float64(parts, dtype):
 
 def test_a_step_is_one_graph_launch():
     """Counted in a profile: a graph a step. Beside it the driver launches a kernel for each small array that the host sends
-    (measured: 3 for decode, 7 for prefill, one more with adapters); with graphs off, the two layers take ten, and what lies beside
-    them more."""
+    (measured: 3 for decode, 7 for prefill, one more with adapters); with graphs off, each of the two layers takes five at least."""
     script, steps = str(ROOT / "tests" / "device" / "graph_launches.py"), 5
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
@@ -155,7 +154,8 @@ def test_a_step_is_one_graph_launch():
     for key, counted in found["on"].items():
         assert counted["graphs"] == steps and counted["kernels"] <= 9 * steps, (key, counted)
     for key, counted in found["off"].items():
-        assert counted["graphs"] == 0 and counted["kernels"] >= 16 * steps, (key, counted)
+        beside = found["on"][key]["kernels"]
+        assert counted["graphs"] == 0 and counted["kernels"] >= beside + 10 * steps, (key, counted, beside)
 
 
 # ---- the engine ----
