@@ -15,9 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from . import fused_lora as lora
 from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
 from .deferred_norm import DeferredNorm
+from .fused_lora import Adapters
 from .skinny_matmul import accumulate, check_product, fits, padded_rows, plain_product, positions
 from .tuning import matmul_tiles
 
@@ -39,14 +41,16 @@ def residual_matmul(
     arrivals: jax.Array,
     *,
     eps: float,
+    adapters: Adapters | None = None,
     implementation: str = "triton",
     interpret: bool = False,
 ) -> tuple[jax.Array, DeferredNorm, jax.Array]:
     """(x + y @ w [R, N], its RMSNorm with that scale, arrivals for the next call).
 
     y [R, K], w [K, N], x [R, N] and scale [N] of one dtype, to which y @ w is rounded before it is added; R, K, N and the
-    dtype as `fits_residual` says. arrivals: of `new_arrivals`, N / 64 at least, donated by the caller or copied.
-    A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
+    dtype as `fits_residual` says. arrivals: of `new_arrivals`, N / 64 at least and with adapters `adapter_counters` more, donated
+    by the caller or copied. adapters: each row's own, of y @ w.
+    A row's bits do not depend on the other rows, nor on which slots are in use. Raises: ValueError naming the operand.
     """
     layout.check_implementation("residual_matmul", implementation)
     check_product("residual_matmul", y, w, w.shape[-1], "y")
@@ -56,36 +60,51 @@ def residual_matmul(
     for name, given, shape in (("x", x, (rows, outputs)), ("scale", scale, (outputs,))):
         if given.shape != shape or given.dtype != y.dtype:
             raise ValueError(f"residual_matmul: {name} must be {y.dtype} {shape}, got {given.dtype} {given.shape}")
-    check_arrivals("residual_matmul", arrivals, outputs // 64)
+    more = 0
+    if adapters is not None:
+        lora.check_adapters("residual_matmul", adapters, arrivals, rows, w.shape[0], outputs, w.dtype)
+        more = lora.adapter_counters(adapters.items, adapters.a.shape[0])
+    check_arrivals("residual_matmul", arrivals, outputs // 64 + more)
     if implementation == "xla":
-        x = x + plain_product(y, w).astype(x.dtype)
+        x = x + plain_product(y, w, adapters).astype(x.dtype)
         squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)[None]
         return x, DeferredNorm(x * scale, squares, eps), arrivals
-    return _triton(y, w, x, scale, arrivals, eps, interpret=interpret)
+    return _triton(y, w, x, scale, arrivals, eps, adapters, interpret=interpret)
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
-def _kernel(
-    y,  # [R, K]
-    w,  # [K, N]
-    x,  # [R, N]
-    scale,  # [N]
-    _,  # arrivals before, the same memory as below
-    total,  # [R, N]
-    scaled,  # [R, N]
-    squares,  # [B, R] float32
-    parts,  # [S, R, N] float32
-    arrivals,  # int32 [pieces]
-    *,
-    block_n: int,
-    block_k: int,
-    interpret: bool,
-):
-    """Program (column tile, part): the part's sums; the last one of the tile also everything else."""
-    n, s = pl.program_id(0), pl.program_id(1)
-    rows, count, dtype = y.shape[0], parts.shape[0], total.dtype
-    steps = y.shape[1] // count // block_k
-    (acc,) = accumulate(y, w, (n * block_n,), s * steps, steps, block_n, block_k)
+def _kernel(*refs, block_n: int, block_k: int, parts: int, plan: lora.Plan | None, interpret: bool):
+    """Program (column tile, part): the part's sums; the last one of the tile also everything else. With a plan also what
+    `lora.run` says, and the adapters' sums as one part more.
+
+    refs: y [R, K], w [K, N], x [R, N], scale [N], arrivals; total and scaled [R, N], squares [B, R] float32, sums [S, R, N]
+    float32, arrivals again.
+    """
+    (y, w, x, scale), results, adapters = lora.split_refs(refs, 4, 4, plan, interpret)
+    if adapters is None:
+        results, arrivals = results[1:5], results[5]  # beside arrivals as they were
+    else:
+        arrivals = adapters.counters
+    steps = y.shape[1] // parts // block_k
+    arrive = functools.partial(_arrive, x, scale, *results, arrivals, interpret=interpret)
+
+    def product(n, s) -> None:
+        (acc,) = accumulate(y, w, (n * block_n,), s * steps, steps, block_n, block_k)
+        arrive(acc, n, s)
+
+    if adapters is None:
+        return product(pl.program_id(0), pl.program_id(1))
+
+    def expand(n) -> None:
+        (acc,) = lora.expand_alone((n * block_n,), block_n, adapters)
+        arrive(acc, n, parts)
+
+    lora.run(y, adapters, results[0].shape[1] // block_n, parts, product, expand)
+
+
+def _arrive(x, scale, total, scaled, squares, parts, arrivals, acc, n, s, *, interpret: bool) -> None:
+    """Part s of column tile n is acc, float32 [padded R, columns]."""
+    (rows, block_n), count, dtype = (x.shape[0], acc.shape[1]), parts.shape[0], total.dtype
     row, column = positions(acc.shape, n * block_n)
     inside = row < rows
 
@@ -111,23 +130,33 @@ def _kernel(
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
-def _triton(y, w, x, scale, arrivals, eps: float, *, interpret: bool) -> tuple[jax.Array, DeferredNorm, jax.Array]:
+def _triton(
+    y, w, x, scale, arrivals, eps: float, adapters: Adapters | None, *, interpret: bool
+) -> tuple[jax.Array, DeferredNorm, jax.Array]:
     (rows, inputs), outputs = y.shape, w.shape[1]
     tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize)
-    out, blocks = jax.ShapeDtypeStruct(x.shape, x.dtype), outputs // tiles.block_n
-    total, scaled, squares, _, arrivals = pl.pallas_call(
-        functools.partial(_kernel, block_n=tiles.block_n, block_k=tiles.block_k, interpret=interpret),
+    like = jax.ShapeDtypeStruct
+    out, blocks = like(x.shape, x.dtype), outputs // tiles.block_n
+    plan = adapters and lora.make_plan(adapters, rows, padded_rows(rows), blocks)
+    call = lora.with_adapters(adapters, plan, arrivals, (y, w, x, scale), (blocks, tiles.parts))
+    if plan is None:  # the counters are the product's own
+        call = lora.Call((*call.given, arrivals), (like(arrivals.shape, arrivals.dtype),), call.grid)
+    parts = tiles.parts + (plan is not None)
+    total, scaled, squares, _, arrivals, *_ = pl.pallas_call(
+        functools.partial(
+            _kernel, block_n=tiles.block_n, block_k=tiles.block_k, parts=tiles.parts, plan=plan, interpret=interpret
+        ),
         out_shape=(
             out,
             out,
-            jax.ShapeDtypeStruct((blocks, rows), jnp.float32),
-            jax.ShapeDtypeStruct((tiles.parts, rows, outputs), jnp.float32),
-            jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
+            like((blocks, rows), jnp.float32),
+            like((parts, rows, outputs), jnp.float32),
+            *call.results,
         ),
-        grid=(blocks, tiles.parts),
-        input_output_aliases={4: 4},
+        grid=call.grid,
+        input_output_aliases=call.aliases(4),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name="residual_matmul",
         interpret=interpret,
-    )(y, w, x, scale, arrivals)
+    )(*call.given)
     return total, DeferredNorm(scaled, squares, eps), arrivals

@@ -7,6 +7,7 @@ kernel, which reads the result anyway, saves a launch. Letters: R rows, K inputs
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from . import fused_lora as lora
 from . import lora_layout as layout
 from .deferred_norm import DeferredNorm, Normed, inverse_of
+from .fused_lora import Adapters
 from .tuning import matmul_tiles
 
 MAX_ROWS = 64
@@ -38,14 +41,39 @@ def skinny_matmul(x: Normed, w: jax.Array, *, implementation: str = "triton", in
     check_product("skinny_matmul", x, w, w.shape[-1])
     if implementation == "xla":
         return plain_product(x, w)[None]
-    return _triton(x, w, interpret=interpret)
+    return _triton(x, w, None, None, interpret=interpret)[0]
 
 
-def plain_product(x: Normed, w: jax.Array) -> jax.Array:
-    """x @ w in plain JAX, float32 [R, N]."""
+@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
+def skinny_lora_matmul(
+    x: Normed,
+    w: jax.Array,
+    adapters: Adapters,
+    arrivals: jax.Array,
+    *,
+    implementation: str = "triton",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(`skinny_matmul` with each row's own adapter: one partial sum more, arrivals for the next call).
+
+    adapters: of x @ w, R rows; arrivals: of `new_arrivals`, `adapter_counters` at least, donated by the caller or copied.
+    A row's bits do not depend on the other rows, nor on which slots are in use. Raises: ValueError naming the operand.
+    """
+    layout.check_implementation("skinny_lora_matmul", implementation)
+    check_product("skinny_lora_matmul", x, w, w.shape[-1])
+    (inputs, outputs), rows = w.shape, x.shape[0]
+    lora.check_adapters("skinny_lora_matmul", adapters, arrivals, rows, inputs, outputs, w.dtype)
+    if implementation == "xla":
+        return plain_product(x, w, adapters)[None], arrivals
+    return _triton(x, w, adapters, arrivals, interpret=interpret)
+
+
+def plain_product(x: Normed, w: jax.Array, adapters: Adapters | None = None) -> jax.Array:
+    """x @ w, and what adapters add, in plain JAX, float32 [R, N]."""
     if isinstance(x, DeferredNorm):
-        return plain_product(x.scaled, w) * x.inverse()
-    return jnp.dot(x, w, preferred_element_type=jnp.float32)
+        return plain_product(x.scaled, w, adapters) * x.inverse()
+    y = jnp.dot(x, w, preferred_element_type=jnp.float32)
+    return y if adapters is None else y + lora.plain_delta(x, adapters)
 
 
 def check_product(op: str, x: Normed, w: jax.Array, outputs: int, name: str = "x") -> None:
@@ -70,9 +98,12 @@ def padded_rows(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def accumulate(x, w, starts: tuple, first, steps: int, block_n: int, block_k: int) -> tuple[jax.Array, ...]:
+def accumulate(
+    x, w, starts: tuple, first, steps: int, block_n: int, block_k: int, between: tuple | None = None
+) -> tuple[jax.Array, ...]:
     """In a kernel: for each column of `starts`, all rows of x times block_n columns of w from there on, over `steps` steps of
-    block_k inputs from the step `first` on. float32 [padded R, block_n] each, zeros below the last row."""
+    block_k inputs from the step `first` on. float32 [padded R, block_n] each, zeros below the last row.
+    between: (steps, what is done with the sums after so many)."""
     rows, precision = x.shape[0], lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     padded = padded_rows(rows)
     row_mk = lax.broadcasted_iota(jnp.int32, (padded, block_k), 0)
@@ -85,7 +116,11 @@ def accumulate(x, w, starts: tuple, first, steps: int, block_n: int, block_k: in
         dot = lambda w_kn: jnp.dot(x_mk, w_kn, precision=precision, preferred_element_type=jnp.float32)  # noqa: E731
         return tuple(acc + dot(w_kn) for acc, w_kn in zip(sums, tiles, strict=True))
 
-    return lax.fori_loop(0, steps, body, tuple(jnp.zeros((padded, block_n), jnp.float32) for _ in starts))
+    sums = tuple(jnp.zeros((padded, block_n), jnp.float32) for _ in starts)
+    if between is None:
+        return lax.fori_loop(0, steps, body, sums)
+    at, then = between
+    return lax.fori_loop(at, steps, body, then(lax.fori_loop(0, at, body, sums)))
 
 
 def positions(shape: tuple[int, ...], start) -> tuple[jax.Array, jax.Array]:
@@ -93,20 +128,37 @@ def positions(shape: tuple[int, ...], start) -> tuple[jax.Array, jax.Array]:
     return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1) + start
 
 
-def _kernel(*refs, block_n: int, block_k: int, eps: float | None):
-    """Program (column tile, part): all rows times one tile of columns, over one part of K.
+def _kernel(*refs, block_n: int, block_k: int, parts: int, eps: float | None, plan: lora.Plan | None, interpret: bool):
+    """Program (column tile, part): all rows times one tile of columns, over one part of K. With a plan also what `lora.run`
+    says; the adapters' part is the last of S.
 
-    refs: x [R, K], with eps squares [B, R], w [K, N]; out [S, R, N] float32.
+    refs: x [R, K], with eps squares [B, R], w [K, N], with a plan arrivals; out [S, R, N] float32, with a plan arrivals.
     """
-    x, w, out = refs[0], refs[-2], refs[-1]
-    n, s = pl.program_id(0), pl.program_id(1)
-    inverse = None if eps is None else inverse_of(refs[1], x.shape[1], eps, padded_rows(x.shape[0]))
-    steps = x.shape[1] // out.shape[0] // block_k
-    (acc,) = accumulate(x, w, (n * block_n,), s * steps, steps, block_n, block_k)
-    if inverse is not None:
-        acc = acc * inverse
-    row, column = positions(acc.shape, n * block_n)
-    plgpu.store(out.at[jnp.full(acc.shape, s), row, column], acc, mask=row < x.shape[0])
+    (x, *squares, w), (out,), adapters = lora.split_refs(refs, 2 if eps is None else 3, 1, plan, interpret)
+    steps = x.shape[1] // parts // block_k
+
+    def store(sums, part, start, inverse) -> None:
+        row, column = positions(sums.shape, start)
+        sums = sums if inverse is None else sums * inverse
+        plgpu.store(out.at[jnp.full(sums.shape, part), row, column], sums, mask=row < x.shape[0])
+
+    def inverse():
+        return None if eps is None else inverse_of(squares[0], x.shape[1], eps, padded_rows(x.shape[0]))
+
+    def product(n, s) -> None:
+        before = inverse()
+        (acc,) = accumulate(x, w, (n * block_n,), s * steps, steps, block_n, block_k)
+        store(acc, s, n * block_n, before)
+
+    if adapters is None:
+        return product(pl.program_id(0), pl.program_id(1))
+
+    def expand(n) -> None:
+        before = inverse()
+        (acc,) = lora.expand_alone((n * block_n,), block_n, adapters)
+        store(acc, parts, n * block_n, before)
+
+    lora.run(x, adapters, out.shape[2] // block_n, parts, product, expand)
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
@@ -115,15 +167,31 @@ def operands(x: Normed) -> tuple[tuple[jax.Array, ...], float | None]:
     return ((x.scaled, x.squares), x.eps) if isinstance(x, DeferredNorm) else ((x,), None)
 
 
-def _triton(x: Normed, w: jax.Array, *, interpret: bool) -> jax.Array:
+def _triton(
+    x: Normed, w: jax.Array, adapters: Adapters | None, arrivals: jax.Array | None, *, interpret: bool
+) -> tuple[jax.Array, Any]:
+    """(sums, arrivals)."""
     given, eps = operands(x)
     (rows, inputs), outputs = given[0].shape, w.shape[1]
-    tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize)
-    return pl.pallas_call(
-        functools.partial(_kernel, block_n=tiles.block_n, block_k=tiles.block_k, eps=eps),
-        out_shape=jax.ShapeDtypeStruct((tiles.parts, rows, outputs), jnp.float32),
-        grid=(outputs // tiles.block_n, tiles.parts),
+    tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize, adapters is not None)
+    columns = outputs // tiles.block_n
+    plan = adapters and lora.make_plan(adapters, rows, padded_rows(rows), columns)
+    call = lora.with_adapters(adapters, plan, arrivals, (*given, w), (columns, tiles.parts))
+    out, *rest = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            block_n=tiles.block_n,
+            block_k=tiles.block_k,
+            parts=tiles.parts,
+            eps=eps,
+            plan=plan,
+            interpret=interpret,
+        ),
+        out_shape=(jax.ShapeDtypeStruct((tiles.parts + (plan is not None), rows, outputs), jnp.float32), *call.results),
+        grid=call.grid,
+        input_output_aliases=call.aliases(1),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name="skinny_matmul",
         interpret=interpret,
-    )(*given, w)
+    )(*call.given)
+    return out, rest[0] if rest else None

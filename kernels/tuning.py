@@ -104,8 +104,9 @@ MATMUL_PROGRAMS_MANY = 96  # with many rows, which every tile of columns reads a
 SHORTEST_PART = 1024  # inputs a program: below, the partial sums cost more than more programs win
 
 
-def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulTiles:
-    """rows R (at most 64), inputs K and outputs N, multiples of 64. Measured on an H200 (docs/performance.md)."""
+def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int, adapters: bool = False) -> MatmulTiles:
+    """rows R (at most 64), inputs K and outputs N, multiples of 64. adapters: leave room for the programs of `fused_lora`.
+    Measured on an H200 (docs/performance.md)."""
     many = rows > 16
     programs = MATMUL_PROGRAMS_MANY if many else MATMUL_PROGRAMS
     wide = many and outputs % 128 == 0 and outputs // 128 >= programs
@@ -114,15 +115,42 @@ def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulT
         outputs // block_n * parts < programs and inputs % (parts * 128) == 0 and inputs // (parts * 2) >= SHORTEST_PART
     ):
         parts *= 2
-    long_steps = not wide and itemsize < 4 and inputs % (parts * 128) == 0
+    long_steps = not wide and itemsize < 4 and inputs % (parts * 128) == 0 and not (many and adapters)
     block_k = 128 if long_steps else 64 if itemsize < 4 else 32
-    stages = (4 if many else 3) if long_steps else 5
+    stages = (4 if many else 3) if long_steps else 6 if many and adapters and not wide else 5
     return MatmulTiles(block_n, block_k, parts, num_warps=4, num_stages=stages)
 
 
 def swiglu_tiles(itemsize: int) -> MatmulTiles:
     """Of at most 64 rows; block_n columns of each half. Measured on an H200 (docs/performance.md)."""
     return MatmulTiles(64, 64 if itemsize < 4 else 32, 1, num_warps=4, num_stages=4)
+
+
+@dataclass(frozen=True)
+class LoRATiles:
+    """Inside a product of few rows: groups * parts programs shrink, block_k inputs a step; chunk rank rows a step of the expand.
+    direct: who expands adds the parts up, instead of the last one that shrinks."""
+
+    groups: int
+    parts: int
+    block_k: int
+    chunk: int
+    direct: bool
+
+
+def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *, waits: bool) -> LoRATiles:
+    """rows T, inputs K (a multiple of 64), slices n, items J. waits: whether programs wait for the shrink from the start, rather
+    than in the middle of their own work. Measured on an H200 (docs/performance.md)."""
+    many = rows > 16
+    short = inputs <= 4096 and waits  # a product that ends soon
+    most = 64 if many else 256 if slices == 1 and short else 128
+    block_k = most // (1 if itemsize < 4 else 2)
+    while inputs % block_k:
+        block_k //= 2
+    part = 512 if short and not many else 1024
+    parts = max(1, min(16, cdiv(inputs, part), inputs // block_k))
+    direct = short and not many and slices == 1  # fewer things to wait for, but parts to read in every tile of columns
+    return LoRATiles(min(items, 8), parts, block_k, 32 if many and slices == 3 else 64, direct)
 
 
 def norm_warps(rows: int, size: int) -> int:

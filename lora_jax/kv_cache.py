@@ -25,11 +25,13 @@ def kv_shape(cache: CacheConfig, kv_heads: int, head_dim: int) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """positions int32 [R] of the new tokens; block_tables int32 [R, P]. implementation: of all kernels of the step."""
+    """positions int32 [R] of the new tokens; block_tables int32 [R, P]. implementation: of all kernels of the step. items: of
+    `Adapters`, None without adapters."""
 
     positions: jax.Array
     block_tables: jax.Array
     implementation: str
+    items: jax.Array | None = None
 
     def attend(
         self,
@@ -70,6 +72,7 @@ class PrefillInputs:
     page_list: jax.Array
     blocks: jax.Array
     implementation: str
+    items: None = None  # many rows: each linear applies its adapters in kernels of their own
 
     def attend(
         self,

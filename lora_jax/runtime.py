@@ -53,6 +53,7 @@ class Runtime:
         self.spec, self.table = spec, table
         self._params, self._text = params, token_text
         self._rows, self._settings = spec.builder.table(), spec.row_settings()
+        self._slot_ranks = spec.lora.slot_ranks() if spec.lora else None
         self._make_state()
 
     def _make_state(self) -> None:
@@ -76,10 +77,11 @@ class Runtime:
     def write_slot(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter's weights in a device slot, every module of it. Steps dispatched before still see the old ones."""
         lora = self.spec.lora
-        assert lora is not None
+        assert lora is not None and self._slot_ranks is not None
         rank = lora.config.padded_rank
         arrays = slot_arrays(adapter, lora.targets, lora.groups, rank, jnp.dtype(self.spec.dtype))
         self._stacks = self.table[StepKey("write_slot", 1, lora=True)](self._stacks, np.int32(slot), arrays)
+        self._slot_ranks.put(slot, adapter, lora.targets)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Hand one step to the device, without waiting for it or for those before."""
@@ -128,7 +130,10 @@ class Runtime:
         """(what comes before, what comes after) the step's own arguments."""
         if not key.lora:
             return (self._params,), ()
-        return (self._params, self._stacks), (self.spec.builder.slot_ids(rows, key.bucket),)
+        slot_ids = self.spec.builder.slot_ids(rows, key.bucket)
+        if key.phase != "decode" or self._slot_ranks is None:
+            return (self._params, self._stacks), (slot_ids,)
+        return (self._params, self._stacks), (slot_ids, self._slot_ranks.items(row.request.slot for row in rows))
 
     def _model_step(self, key: StepKey, rows: Sequence[ScheduledRow]) -> tuple:
         """(greedy tokens, logits), and the hidden rows of a prefill."""

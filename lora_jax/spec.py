@@ -17,6 +17,7 @@ from .device import DeviceSetup
 from .dispatch import Entry, StepTable
 from .errors import ConfigError
 from .kv_cache import kv_shape
+from .lora.active import SlotRanks
 from .lora.adapter import TargetSpec
 from .lora.apply import attach
 from .lora.sites import GroupShape, LoRASite, group_shapes, target_specs
@@ -44,6 +45,10 @@ class LoRARuntime:
     definition: ModelDef
     groups: dict[str, GroupShape]
     targets: dict[str, TargetSpec]
+
+    def slot_ranks(self) -> SlotRanks:
+        """For a runtime of its own."""
+        return SlotRanks(self.groups, self.config.max_loras, self.config.padded_rank)
 
 
 @dataclass(frozen=True)
@@ -164,13 +169,14 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
         fn = (adapters if key.lora else plain)[key.phase]
         head = (params, *(stacks if key.lora else ()))
         args: tuple[Any, ...]
-        tail = (placed(builder.slot_ids((), key.bucket)),) if key.lora else ()
+        tail: tuple[Any, ...] = (placed(builder.slot_ids((), key.bucket)),) if key.lora else ()
         donate: tuple[int, ...] = (len(head), len(head) + 1)  # pages and last tokens
         if key.phase == "prompt_logprobs":
             args = (array((key.bucket, model.hidden_size), spec.dtype), placed(builder.targets((), key.bucket)))
             donate = ()
         elif key.phase == "decode":
             args = (kv, last_tokens, placed(builder.decode((), key.bucket, table)))
+            tail += (placed(spec.lora.slot_ranks().items(())),) if key.lora and spec.lora else ()
         else:
             args = (kv, last_tokens, *placed(builder.prefill((), key.bucket)))
         return Entry(fn, (*head, *args, *tail), donate, spec.compiler_options, wave=_wave(spec, key))

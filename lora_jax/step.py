@@ -56,9 +56,9 @@ class ModelDef:
 
 
 def _decode(
-    model, kv: Pages, last_tokens: jax.Array, meta: jax.Array, implementation: str
+    model, kv: Pages, last_tokens: jax.Array, meta: jax.Array, implementation: str, items: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, Pages]:
-    inputs, rows = DecodeInputs(meta[:, 0], meta[:, 2:], implementation), meta[:, 1]
+    inputs, rows = DecodeInputs(meta[:, 0], meta[:, 2:], implementation, items), meta[:, 1]
     tokens = jnp.maximum(last_tokens[rows], 0)  # -1: a row that failed; nobody reads what it gives
     hidden, kv = model.model(tokens, inputs.positions, kv, inputs)
     logits = model.lm_head(hidden)
@@ -111,11 +111,12 @@ def plain_steps(definition: ModelDef, max_logprobs: int, implementation: str) ->
 
 
 def lora_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:
-    """As `plain_steps`, with `stacks` after params and `slot_ids` int32 (a row or token each) as last argument."""
+    """As `plain_steps`, with `stacks` after params and `slot_ids` int32 (a row or token each) as last argument; decode has the
+    items of `Adapters` after it."""
 
-    def decode_lora_step(params, stacks, kv, last_tokens, meta, slot_ids):
+    def decode_lora_step(params, stacks, kv, last_tokens, meta, slot_ids, items):
         model = definition.with_adapters(params, stacks, slot_ids, slot_ids)
-        return _decode(model, kv, last_tokens, meta, implementation)
+        return _decode(model, kv, last_tokens, meta, implementation, items)
 
     def prefill_lora_step(params, stacks, kv, last_tokens, tokens, meta, page_list, blocks, last, slot_ids):
         model = definition.with_adapters(params, stacks, slot_ids, slot_ids[last[0]])

@@ -17,9 +17,10 @@ from flax import nnx
 from jax import lax
 
 from lora_jax.kernels import lora_expand, lora_shrink
+from lora_jax.kernels.fused_lora import Adapters, fits_adapters
 
 from ..errors import ConfigError
-from .sites import GroupShape, LoRASite
+from .sites import GroupShape, LoRASite, decoder_linears
 
 
 class LoRAStack(nnx.Variable):
@@ -121,6 +122,19 @@ def lora_operands(module) -> dict[str, Any]:
     )
 
 
+def row_adapters(linear: nnx.Linear, rows: int, items: jax.Array | None) -> Adapters | None:
+    """For a kernel that takes the place of an attached linear, adapters and all; None where no such kernel does. items: of
+    `Adapters`, in the order of `decoder_linears`."""
+    module: Any = linear
+    if items is None or not isinstance(linear, LoRALinear) or module.lora_number is None:
+        return None
+    inputs, slices = module.kernel.shape[0], module.lora_slices
+    if not fits_adapters(rows, inputs, slices, module.kernel.dtype):
+        return None
+    at = module.lora_slots[...], items, jnp.int32(module.lora_layer)
+    return Adapters(module.lora_a[...], module.lora_b[...], *at, slices, module.lora_number)
+
+
 _SUBCLASS: dict[type, type] = {nnx.Linear: LoRALinear, nnx.Embed: LoRAEmbed}
 
 
@@ -163,6 +177,7 @@ def attach(
         )
         for name, ab in shapes.items()
     }
+    numbers = {name: i for i, name in enumerate(decoder_linears(groups))}
     slots = {rows: SlotIds(jax.ShapeDtypeStruct((1,), jnp.int32), rows=rows) for rows in ("token", "head")}
     for site in sites:
         module: Any = functools.reduce(lambda m, k: m[k] if isinstance(k, int) else getattr(m, k), site.path, model)
@@ -170,4 +185,5 @@ def attach(
         module.lora_a, module.lora_b = stacks[site.group]
         module.lora_slots = slots["head" if site.head else "token"]
         module.lora_layer, module.lora_slices = site.layer, site.slices
+        module.lora_number = numbers.get(site.group)
         module.lora_implementation, module.lora_interpret = implementation, interpret

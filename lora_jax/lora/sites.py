@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +56,11 @@ def group_shapes(sites: Iterable[LoRASite]) -> dict[str, GroupShape]:
         assert same, f"{site.path} does not fit group {site.group}: {old}"
         groups[site.group] = shape
     return groups
+
+
+def decoder_linears(groups: Mapping[str, GroupShape]) -> tuple[str, ...]:
+    """Names of the groups that every token of a step passes through as linears."""
+    return tuple(name for name, shape in groups.items() if shape.kind == "linear" and not shape.head)
 
 
 def target_specs(sites: Iterable[LoRASite]) -> dict[str, TargetSpec]:

@@ -11,12 +11,13 @@ from flax import nnx
 from lora_jax.kernels.add_norm import add_rms_norm
 from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.deferred_norm import DeferredNorm, Normed
+from lora_jax.kernels.fused_lora import Adapters, adapter_counters
 from lora_jax.kernels.residual_matmul import fits_residual, residual_matmul
 from lora_jax.kernels.rope_cache import HeadNorms
-from lora_jax.kernels.skinny_matmul import fits, skinny_matmul
-from lora_jax.kernels.swiglu import swiglu
+from lora_jax.kernels.skinny_matmul import fits, skinny_lora_matmul, skinny_matmul
+from lora_jax.kernels.swiglu import lora_swiglu, swiglu
 
-from ..lora.apply import lora_linear, lora_operands, register_lora_class
+from ..lora.apply import lora_linear, lora_operands, register_lora_class, row_adapters
 from .config import ModelConfig
 
 Rope = tuple[jax.Array, jax.Array]
@@ -24,10 +25,14 @@ Rope = tuple[jax.Array, jax.Array]
 
 
 class StepInputs(Protocol):
-    """What a phase gives to every layer: how its tokens attend, and the implementation ("triton" or "xla") of its kernels."""
+    """What a phase gives to every layer: how its tokens attend, the implementation ("triton" or "xla") of its kernels, and the
+    items of `Adapters`: None where no adapter is active, or where linears apply them by themselves."""
 
     @property
     def implementation(self) -> str: ...
+
+    @property
+    def items(self) -> jax.Array | None: ...
 
     def attend(
         self,
@@ -66,48 +71,77 @@ class Stream(NamedTuple):
     arrivals: jax.Array | None
 
     @classmethod
-    def start(cls, x: jax.Array, norm: RMSNorm, kv_heads: int, implementation: str) -> Stream:
-        """kv_heads: of the attention that follows."""
-        pieces = max(x.shape[1] // 64, x.shape[0] * kv_heads)  # of a residual product, of an attention
-        return cls(*norm.add(x, None, implementation), new_arrivals(pieces) if implementation == "triton" else None)
+    def start(cls, x: jax.Array, norm: RMSNorm, config: ModelConfig, inputs: StepInputs) -> Stream:
+        x, normed = norm.add(x, None, inputs.implementation)
+        if inputs.implementation != "triton":
+            return cls(x, normed, None)
+        # of a residual product, of an attention
+        pieces = max(x.shape[1] // 64, x.shape[0] * config.num_kv_heads)
+        if inputs.items is not None:
+            pieces += adapter_counters(inputs.items, config.num_layers)
+        return cls(x, normed, new_arrivals(pieces))
 
 
 def array(x: Normed) -> jax.Array:
     return x.normed() if isinstance(x, DeferredNorm) else x
 
 
-def _own_kernel(linear: nnx.Linear, implementation: str) -> bool:
-    """Whether a kernel of ours may take the linear's place: adapters and biases are left to the linear itself."""
-    return implementation == "triton" and type(linear) is nnx.Linear and linear.bias is None
+class _Weights(NamedTuple):
+    kernel: jax.Array
+    adapters: Adapters | None
 
 
-def project(linear: nnx.Linear, x: Normed, implementation: str) -> jax.Array:
-    """linear(x) [T, out], or float32 partial sums [S, T, out] of it, for a kernel that sums what it reads: with few rows and
-    no adapter or bias, where the kernels are in use."""
-    inputs, outputs = linear.kernel.shape
-    if _own_kernel(linear, implementation) and fits(x.shape[0], inputs, outputs):
-        return skinny_matmul(x, linear.kernel[...])
-    return linear(array(x))
+def _weights(linear: nnx.Linear, rows: int, inputs: StepInputs) -> _Weights | None:
+    """For a kernel of ours in the linear's place; None: the linear computes by itself, with its bias, or with adapters where
+    the kernels do not take them."""
+    if inputs.implementation != "triton" or linear.bias is not None:
+        return None
+    if type(linear) is nnx.Linear:
+        return _Weights(linear.kernel[...], None)
+    adapters = row_adapters(linear, rows, inputs.items)
+    return None if adapters is None else _Weights(linear.kernel[...], adapters)
 
 
-def activate(linear: nnx.Linear, x: Normed, implementation: str) -> jax.Array:
-    """silu(gate(x)) * up(x) [T, F], of a linear that gives gate and up side by side."""
-    inputs, outputs = linear.kernel.shape
-    if _own_kernel(linear, implementation) and fits(x.shape[0], inputs, outputs // 2):
-        return swiglu(x, linear.kernel[...])
-    gate, up = jnp.split(linear(array(x)), 2, -1)
-    return nnx.silu(gate) * up
+def _product(linear: nnx.Linear, x: Normed, arrivals: jax.Array | None, inputs: StepInputs):
+    """(linear(x) [T, out], or float32 partial sums [S, T, out] of it for a kernel that sums what it reads; arrivals)."""
+    size, outputs = linear.kernel.shape
+    own = _weights(linear, x.shape[0], inputs) if fits(x.shape[0], size, outputs) else None
+    if own is None:
+        return linear(array(x)), arrivals
+    if own.adapters is None:
+        return skinny_matmul(x, own.kernel), arrivals
+    return skinny_lora_matmul(x, own.kernel, own.adapters, arrivals)
 
 
-def add(stream: Stream, linear: nnx.Linear, y: jax.Array, norm: RMSNorm, implementation: str) -> Stream:
-    """The stream with linear(y) added to it, and its norm: as one kernel with few rows and no adapter or bias."""
-    inputs, outputs = linear.kernel.shape
-    fused = stream.arrivals is not None and fits_residual(y.shape[0], inputs, outputs, y.dtype)
-    if fused and _own_kernel(linear, implementation):
-        kernel, scale = linear.kernel[...], norm.scale[...]
-        return Stream(*residual_matmul(y, kernel, stream.x, scale, stream.arrivals, eps=norm.eps))
-    x, normed = norm.add(stream.x, project(linear, y, implementation), implementation)
-    return Stream(x, normed, stream.arrivals)
+def project(stream: Stream, linear: nnx.Linear, inputs: StepInputs) -> tuple[Stream, jax.Array]:
+    """The stream's norm through the linear: [T, out], or with few rows float32 partial sums [S, T, out] of it."""
+    out, arrivals = _product(linear, stream.normed, stream.arrivals, inputs)
+    return stream._replace(arrivals=arrivals), out
+
+
+def activate(stream: Stream, linear: nnx.Linear, inputs: StepInputs) -> tuple[Stream, jax.Array]:
+    """silu(gate(x)) * up(x) [T, F] of the stream's norm x and a linear that gives gate and up side by side."""
+    x, (size, outputs) = stream.normed, linear.kernel.shape
+    own = _weights(linear, x.shape[0], inputs) if fits(x.shape[0], size, outputs // 2) else None
+    if own is None:
+        gate, up = jnp.split(linear(array(x)), 2, -1)
+        return stream, nnx.silu(gate) * up
+    if own.adapters is None:
+        return stream, swiglu(x, own.kernel)
+    out, arrivals = lora_swiglu(x, own.kernel, own.adapters, stream.arrivals)
+    return stream._replace(arrivals=arrivals), out
+
+
+def add(stream: Stream, linear: nnx.Linear, y: jax.Array, norm: RMSNorm, inputs: StepInputs) -> Stream:
+    """The stream with linear(y) added to it, and its norm: as one kernel with few rows."""
+    size, outputs = linear.kernel.shape
+    fused = fits_residual(y.shape[0], size, outputs, y.dtype)
+    own = _weights(linear, y.shape[0], inputs) if fused else None
+    if own is not None:
+        kernel, adapters, scale = *own, norm.scale[...]
+        return Stream(*residual_matmul(y, kernel, stream.x, scale, stream.arrivals, eps=norm.eps, adapters=adapters))
+    out, arrivals = _product(linear, y, stream.arrivals, inputs)
+    return Stream(*norm.add(stream.x, out, inputs.implementation), arrivals)
 
 
 class TiedHead(nnx.Module):
@@ -156,12 +190,11 @@ class Attention(nnx.Module):
         norms = None
         if hasattr(self, "q_norm"):
             norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
-        qkv = project(self.qkv_proj, stream.normed, inputs.implementation)
+        stream, qkv = project(stream, self.qkv_proj, inputs)
         out, kv, arrivals = inputs.attend(
             qkv, rope, kv, arrivals=stream.arrivals, heads=self.heads, window=self.window, norms=norms
         )
-        stream = stream._replace(arrivals=arrivals)
-        return add(stream, self.o_proj, out, following, inputs.implementation), kv
+        return add(stream._replace(arrivals=arrivals), self.o_proj, out, following, inputs), kv
 
 
 class MLP(nnx.Module):
@@ -172,9 +205,9 @@ class MLP(nnx.Module):
         self.gate_up_proj = nnx.Linear(config.hidden_size, 2 * config.intermediate_size, **kw)
         self.down_proj = nnx.Linear(config.intermediate_size, config.hidden_size, **kw)
 
-    def __call__(self, stream: Stream, following: RMSNorm, implementation: str) -> Stream:
-        y = activate(self.gate_up_proj, stream.normed, implementation)
-        return add(stream, self.down_proj, y, following, implementation)
+    def __call__(self, stream: Stream, following: RMSNorm, inputs: StepInputs) -> Stream:
+        stream, y = activate(stream, self.gate_up_proj, inputs)
+        return add(stream, self.down_proj, y, following, inputs)
 
 
 class DecoderLayer(nnx.Module):
@@ -192,4 +225,4 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Stream, jax.Array]:
         """following: the norm of what comes after this layer."""
         stream, kv = self.self_attn(stream, self.post_attention_layernorm, rope, kv, inputs)
-        return self.mlp(stream, following, inputs.implementation), kv
+        return self.mlp(stream, following, inputs), kv

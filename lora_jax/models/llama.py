@@ -32,7 +32,7 @@ class LlamaModel(nnx.Module):
         """tokens, positions int32 [T]; kv: a page array a layer. Returns (hidden [T, hidden], kv)."""
         rope = rope_tables(positions, jnp.asarray(inv_freq(self.config.rope, self.config.head_dim)))
         norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
-        stream = Stream.start(self.embed_tokens(tokens), norms[0], self.config.num_kv_heads, inputs.implementation)
+        stream = Stream.start(self.embed_tokens(tokens), norms[0], self.config, inputs)
         pages = []
         for layer, following, layer_kv in zip(self.layers, norms[1:], kv, strict=True):
             stream, layer_kv = layer(stream, following, rope, layer_kv, inputs)

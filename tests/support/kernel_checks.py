@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -189,7 +190,7 @@ def with_wrong_norm(x: DeferredNorm) -> list[DeferredNorm]:
     return [dataclasses.replace(x, eps=0.0), *(dataclasses.replace(x, squares=v) for v in wrong)]
 
 
-def _some(columns: int) -> np.ndarray:
+def some(columns: int) -> np.ndarray:
     """Of many columns some, both ends and every tile among them."""
     return np.unique(np.linspace(0, columns - 1, min(columns, 1024)).astype(int))
 
@@ -200,7 +201,7 @@ def check_matmul(rows: int, inputs: int, outputs: int, dtype: str, form: str, bl
     given: Normed | np.ndarray = x if blocks is None else deferred(x, blocks)
     parts = run(skinny_matmul, given, w, **how(form))
     assert parts.dtype == np.float32 and parts.shape[1:] == (rows, outputs)
-    columns = _some(outputs)
+    columns = some(outputs)
     w, got = w[:, columns].astype(np.float64), parts[..., columns].astype(np.float64).sum(0)
     bound = PRODUCT_BOUND * (np.abs(exact(given)) @ np.abs(w))
     error = np.abs(got - exact(given) @ w) / bound
@@ -217,23 +218,28 @@ def check_swiglu(rows: int, inputs: int, outputs: int, dtype: str, form: str, bl
     given = (x * size).astype(x.dtype) if blocks is None else deferred(x, blocks, size)
     got = run(swiglu, given, w, **how(form))
     assert got.dtype == x.dtype and got.shape == (rows, outputs)
-    columns = _some(outputs)
+    columns = some(outputs)
     halves = tuple(half[:, columns].astype(np.float64) for half in np.split(w, 2, 1))
-    error, bound = _gated_error(got[:, columns], exact(given), halves, dtype)
+
+    def error_of(x: np.ndarray, *halves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        offs = [PRODUCT_BOUND * (abs(x) @ abs(w)) for w in halves]
+        return gated_error(got[:, columns], [x @ w for w in halves], offs, dtype)
+
+    error, bound = error_of(exact(given), *halves)
     assert (error <= bound).all(), (error / bound).max()
-    swapped, _ = _gated_error(got[:, columns], exact(given), halves[::-1], dtype)
+    swapped, _ = error_of(exact(given), *halves[::-1])
     assert (swapped > bound).mean() > 0.5, "the bound does not tell gate from up"
     for wrong in with_wrong_norm(given) if isinstance(given, DeferredNorm) else ():
-        error, _ = _gated_error(got[:, columns], exact(wrong), halves, dtype)
+        error, _ = error_of(exact(wrong), *halves)
         assert (error > bound).mean() > 0.2, "the bound does not tell a wrong norm"
 
 
-def _gated_error(
-    got: np.ndarray, x: np.ndarray, halves: tuple[np.ndarray, ...], dtype: str
+def gated_error(
+    got: np.ndarray, halves: Sequence[np.ndarray], offs: Sequence[np.ndarray], dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Error and bound of silu(x @ gate) * (x @ up): of the two products' sums, and of one rounding each of gate, silu(gate), up
-    and the result. silu is nowhere steeper than 1.1."""
-    (gate, up), (gate_off, up_off) = (x @ w for w in halves), (PRODUCT_BOUND * (abs(x) @ abs(w)) for w in halves)
+    """Error and bound of silu(gate) * up, halves of a product that may be off by `offs`: of those, and of one rounding each of
+    gate, silu(gate), up and the result. silu is nowhere steeper than 1.1."""
+    (gate, up), (gate_off, up_off) = halves, offs
     half, smallest = ROUNDING[dtype] / 2, float(ml_dtypes.finfo(oracle.numpy_dtype(dtype)).smallest_subnormal)
     silu = gate / (1 + np.exp(-gate))
     silu_off = 1.1 * (half * abs(gate) + gate_off) + half * abs(silu)
@@ -244,10 +250,10 @@ def _gated_error(
 
 @functools.cache
 def _grid_weights(inputs: int, outputs: int, dtype: str) -> np.ndarray:
-    return _grid(_weights(inputs, outputs, "float32")).astype(oracle.numpy_dtype(dtype))
+    return grid(_weights(inputs, outputs, "float32")).astype(oracle.numpy_dtype(dtype))
 
 
-def _grid(x: np.ndarray) -> np.ndarray:
+def grid(x: np.ndarray) -> np.ndarray:
     """Multiples of 1/8 of at most 2: a product's float32 sums are exact in any order."""
     return np.round(np.clip(x * 0.5, -2, 2) * 8) / 8
 
@@ -255,7 +261,7 @@ def _grid(x: np.ndarray) -> np.ndarray:
 def residual_operands(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[np.ndarray, ...]:
     """y, w, x and scale. x + y @ w is exact before it is rounded."""
     rng, kind = np.random.default_rng(rows + inputs), oracle.numpy_dtype(dtype)
-    y, x = (_grid(rng.standard_normal((rows, n))).astype(kind) for n in (inputs, outputs))
+    y, x = (grid(rng.standard_normal((rows, n))).astype(kind) for n in (inputs, outputs))
     return y, _grid_weights(inputs, outputs, dtype), x, rng.uniform(0.5, 1.5, outputs).astype(kind)
 
 
@@ -266,20 +272,29 @@ def check_residual(
     y, w, x, scale = residual_operands(rows, inputs, outputs, dtype)
     before = new_arrivals(outputs // 64) if arrivals is None else arrivals
     total, norm, after = run(residual_matmul, y, w, x, scale, before, eps=EPS, **how(form))
-    product = (y.astype(np.float64) @ w.astype(np.float64)).astype(x.dtype)
-    want = (x.astype(np.float64) + product.astype(np.float64)).astype(x.dtype)
-    assert same_bits(total, want), "the sum"
-    want, half = want.astype(np.float64), ROUNDING[dtype] / 2
+    assert same_bits(total, added(x, y.astype(np.float64) @ w.astype(np.float64))), "the sum"
+    check_next_norm(total, norm, scale, dtype, form)
+    assert same_bits(after, np.zeros(outputs // 64, np.int32)), "arrivals"
+    return after
+
+
+def added(x: np.ndarray, product: np.ndarray) -> np.ndarray:
+    """x + product, float64 and exact, rounded before and after it is added."""
+    return (x.astype(np.float64) + product.astype(x.dtype).astype(np.float64)).astype(x.dtype)
+
+
+def check_next_norm(total: np.ndarray, norm: DeferredNorm, scale: np.ndarray, dtype: str, form: str) -> None:
+    """norm: what `residual_matmul` makes of its total."""
+    half = ROUNDING[dtype] / 2
     early = half if form == "xla" else 0.0  # XLA may go on with what is not rounded yet
-    assert norm.scaled.dtype == x.dtype and norm.squares.dtype == np.float32 and norm.eps == EPS
+    assert norm.scaled.dtype == total.dtype and norm.squares.dtype == np.float32 and norm.eps == EPS
+    want = total.astype(np.float64)
     scaled, squares = want * scale.astype(np.float64), (want * want).sum(1)
     off = np.abs(norm.scaled.astype(np.float64) - scaled)
     assert (off <= (half + early) * np.abs(scaled)).all(), "what is scaled"
     off = np.abs(norm.squares.astype(np.float64).sum(0) - squares)
-    assert norm.squares.shape[1:] == (rows,) and (off <= (2 * early + PRODUCT_BOUND) * squares).all(), "the squares"
+    assert norm.squares.shape[1:] == total.shape[:1] and (off <= (2 * early + PRODUCT_BOUND) * squares).all(), "squares"
     check_normed(norm, want, scale, dtype)
-    assert same_bits(after, np.zeros(outputs // 64, np.int32)), "arrivals"
-    return after
 
 
 def check_normed(norm: DeferredNorm, x: np.ndarray, scale: np.ndarray, dtype: str) -> None:

@@ -15,11 +15,21 @@ TF32 = 2.0**-10  # of h in a tensor-core product with narrower weights, relative
 
 
 def delta(
-    x: np.ndarray, a: np.ndarray, b: np.ndarray, rank: int, widths: Sequence[int], tf32: bool
+    x: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    rank: int,
+    widths: Sequence[int],
+    h_rounding: float,
+    rounded: np.dtype | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One row x [K], its a [n*rank, K] and b [rank, N] -> (delta [N], bound of its error [N])."""
+    """One row x [K], its a [n*rank, K] and b [rank, N] -> (delta [N], bound of its error [N]).
+
+    h_rounding: how exactly h is multiplied with b, relative to |h|. rounded: for what h would give in that dtype.
+    """
     h = a @ x
-    h_error = SUMS * (np.abs(a) @ np.abs(x)) + (TF32 if tf32 else SUMS) * np.abs(h)
+    h_error = SUMS * (np.abs(a) @ np.abs(x)) + h_rounding * np.abs(h)
+    h = h if rounded is None else h.astype(rounded).astype(np.float64)
     value, error, start = np.zeros(b.shape[1]), np.zeros(b.shape[1]), 0
     for i, width in enumerate(widths):
         ranks, columns = slice(i * rank, (i + 1) * rank), slice(start, start + width)
@@ -42,8 +52,8 @@ def lora(
     for row, slot in enumerate(slot_ids):
         if slot >= 0:
             a_row, b_row = (np.asarray(w[slot]).astype(np.float64) for w in (a, b))
-            tf32 = b[slot].dtype != np.float32
-            value, error = delta(x[row], a_row, b_row, b_row.shape[0], slices, tf32)
+            h_rounding = SUMS if b[slot].dtype == np.float32 else TF32
+            value, error = delta(x[row], a_row, b_row, b_row.shape[0], slices, h_rounding)
             want[row] += value
             bound[row] = error + 1.01 * ROUNDOFF[dtype] * (np.abs(want[row]) + error) + SMALLEST[dtype]
     return want, bound

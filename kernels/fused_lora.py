@@ -1,0 +1,409 @@
+"""Adapters inside a product of few rows, without a launch of their own.
+
+The grid of the product begins with a few programs that shrink: h = x @ A^T, left as an operand that tensor cores take as it is,
+zeros in the rows of other adapters. Programs that read h wait for it, which costs little: by then the product's own programs
+keep memory busy. They come later in the grid than what they wait for, so that they never hold its place.
+Work comes in items of up to ITEM rank rows of one slot: mixed ranks cost what their rows cost, and one program serves any
+number of adapters.
+Letters: T rows, K inputs, N outputs, L layers, S slots, R padded rank, n slices, J items at most, P parts of K, G linears of
+a layer. Sources: Hu et al., "LoRA", 2021; Chen et al., "Punica", 2023.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from . import lora_layout as layout
+from .arrivals import check_arrivals, when_last
+from .lora_expand import lora_expand
+from .lora_shrink import lora_shrink
+from .tuning import LoRATiles, lora_tiles, matmul_tiles
+
+ITEM = 16  # rank rows
+FIELDS = ITEM + 4  # numbers an item takes in a list of them
+LINE = 32  # counters in a cache line
+POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is NaN instead of a hang
+
+
+# ---- 1. operands -----------------------------------------------------------------------------------------------------
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["a", "b", "slot_ids", "items", "layer"],
+    meta_fields=["slices", "linear"],
+)
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of one linear in one step.
+
+    a [L, S, n*R, K] and b [L, S, R, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
+    [G, J * FIELDS]: of `work_items`; layer int32 scalar, an operand. slices: widths of the n output slices; linear: which of
+    the G lists is this linear's.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    slot_ids: jax.Array
+    items: jax.Array
+    layer: jax.Array
+    slices: tuple[int, ...]
+    linear: int
+
+
+def most_items(slots: int, rank: int) -> int:
+    """J for adapters of up to `rank` in so many slots: a multiple of 4, so that a step of the expand ends with it."""
+    return 4 * layout.cdiv(slots * layout.cdiv(rank, ITEM), 4)
+
+
+def work_items(slots: Sequence[int], ranks: np.ndarray, padded_rank: int, room: int) -> np.ndarray:
+    """int32 [G, room * FIELDS] for the distinct `slots` of a step. ranks [G, S]: rank rows of each slot for each linear, 0:
+    none. A list is the row of B [S * R] of each rank row [room * ITEM], then each item's slot, first rank row and number of
+    rank rows [3 * room], then the number of items."""
+    out = np.zeros((len(ranks), room * FIELDS), np.int32)
+    for row, of_slot in zip(out, ranks, strict=True):
+        items = [(s, first, min(ITEM, of_slot[s] - first)) for s in slots for first in range(0, of_slot[s], ITEM)]
+        if not items:
+            continue
+        slot, first, rows = np.array(items, np.int32).T
+        within = np.minimum(first[:, None] + np.arange(ITEM), padded_rank - 1)
+        row[: len(items) * ITEM] = (slot[:, None] * padded_rank + within).ravel()
+        for i, values in enumerate((slot, first, rows)):
+            row[room * (ITEM + i) :][: len(items)] = values
+        row[room * (ITEM + 3)] = len(items)
+    return out
+
+
+def adapter_counters(items: jax.Array, layers: int) -> int:
+    """How many counters of `new_arrivals` a step needs beside its pieces, for lists as `Adapters` holds them."""
+    linears, room = items.shape[0], items.shape[1] // FIELDS
+    return room + layers * linears * LINE
+
+
+def fits_adapters(rows: int, inputs: int, slices: tuple[int, ...], dtype: Any) -> bool:
+    """Whether products of these sizes, which `skinny_matmul.fits` takes, may carry adapters. Not in float16, where h could
+    overflow; a tile of columns lies in one slice."""
+    if jnp.dtype(dtype) == jnp.float16:
+        return False
+    block_n = matmul_tiles(rows, inputs, sum(slices), jnp.dtype(dtype).itemsize, adapters=True).block_n
+    return not any(width % block_n for width in slices)
+
+
+def check_adapters(
+    op: str, adapters: Adapters, arrivals: Any, rows: int, inputs: int, outputs: int, dtype: Any
+) -> None:
+    """Raises: ValueError naming the operand."""
+    a, b, n = adapters.a, adapters.b, len(adapters.slices)
+    if a.ndim != 4 or b.ndim != 4 or a.shape[3] != inputs or b.shape[3] != outputs or a.shape[2] != n * b.shape[2]:
+        raise ValueError(
+            f"{op}: needs a [L, S, {n} * R, {inputs}] and b [L, S, R, {outputs}], got {a.shape} and {b.shape}"
+        )
+    if a.dtype != dtype or b.dtype != dtype:
+        raise ValueError(f"{op}: a and b must have the dtype of the product ({dtype}), got {a.dtype} and {b.dtype}")
+    if sum(adapters.slices) != outputs or not fits_adapters(rows, inputs, adapters.slices, dtype):
+        raise ValueError(
+            f"{op}: slices {adapters.slices} of {dtype} must add up to {outputs}, as multiples of a tile (see fits_adapters)"
+        )
+    layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
+    items = adapters.items
+    if (
+        items.dtype != jnp.int32
+        or items.ndim != 2
+        or items.shape[1] % (4 * FIELDS)
+        or adapters.linear >= items.shape[0]
+    ):
+        want = f"int32 [G > {adapters.linear}, J * {FIELDS}], J a multiple of 4"
+        raise ValueError(f"{op}: items must be {want}, got {items.dtype} {items.shape}")
+    check_arrivals(op, arrivals, adapter_counters(items, a.shape[0]))
+
+
+def plain_delta(x: jax.Array, adapters: Adapters) -> jax.Array:
+    """In plain JAX: what the adapters add to x @ w, float32 [T, N]."""
+    at = (adapters.slot_ids, adapters.layer)
+    h = lora_shrink(x, adapters.a, *at, implementation="xla")
+    zeros = jnp.zeros((x.shape[0], adapters.b.shape[3]), jnp.float32)
+    return lora_expand(zeros, h, adapters.b, *at, slices=adapters.slices, implementation="xla")
+
+
+# ---- 2. how the work is cut ------------------------------------------------------------------------------------------
+class Plan(NamedTuple):
+    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product."""
+
+    slices: tuple[int, ...]
+    linear: int
+    padded: int
+    room: int
+    rank: int
+    tiles: LoRATiles
+    expanders: int
+
+    @property
+    def shrinkers(self) -> int:
+        return self.tiles.groups * self.tiles.parts
+
+    @property
+    def width(self) -> int:
+        """Rank rows of an item, all slices, as tensor cores take them."""
+        return max(16, 1 << (len(self.slices) * ITEM - 1).bit_length())
+
+
+class Refs(NamedTuple):
+    """What a kernel sees of the adapters; sums and operand are scratch."""
+
+    a: Any
+    b: Any  # [L, S * R, N]
+    slot_ids: Any
+    items: Any
+    layer: Any
+    sums: Any  # [J * P, padded T, width] float32
+    operand: Any  # [n, 1 or 2, padded T, J * ITEM]: h, in a dtype of fewer bits than float32 high and low part
+    counters: Any
+    plan: Plan
+    interpret: bool
+
+    def field(self, i: int, j) -> jax.Array:
+        """Of item j: its slot (0), first rank row (1), rank rows (2)."""
+        at = self.plan.room * (ITEM + i) + j
+        if jnp.ndim(j) == 0:
+            return self.items[self.plan.linear, at]
+        return plgpu.load(self.items.at[_full(self.plan.linear, j.shape), at])
+
+    def count(self) -> jax.Array:
+        return self.field(3, 0)
+
+    def counter(self) -> int:
+        """The first of the adapters' counters: those of the items, then a line for each layer's linears."""
+        return self.counters.shape[0] - adapter_counters(self.items, self.a.shape[0])
+
+    def flag(self):
+        """Counts the items of this linear in this layer that are finished."""
+        number = self.layer[0] * self.items.shape[0] + self.plan.linear
+        return self.counter() + self.plan.room + number * LINE
+
+
+def make_plan(adapters: Adapters, rows: int, padded: int, expanders: int) -> Plan:
+    """expanders: 0 where the product's own programs expand."""
+    room, inputs = adapters.items.shape[1] // FIELDS, adapters.a.shape[3]
+    n, itemsize = len(adapters.slices), adapters.a.dtype.itemsize
+    tiles = lora_tiles(rows, inputs, n, room, itemsize, waits=expanders > 0)
+    return Plan(adapters.slices, adapters.linear, padded, room, adapters.b.shape[2], tiles, expanders)
+
+
+class Call(NamedTuple):
+    """A `pallas_call` of a product with or without adapters: all that it is given, what comes after the product's own results
+    (arrivals, then scratch), its grid."""
+
+    given: tuple[jax.Array, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    grid: tuple[int, ...]
+
+    def aliases(self, own: int) -> dict[int, int]:
+        """own: the product's own results."""
+        return {len(self.given) - 1: own} if self.results else {}
+
+
+def with_adapters(
+    adapters: Adapters | None, plan: Plan | None, arrivals: jax.Array | None, given: tuple, grid: tuple[int, int]
+) -> Call:
+    """given and grid: of the product alone."""
+    if adapters is None:
+        return Call(given, (), grid)
+    assert plan is not None and arrivals is not None
+    layers, slots, rank, outputs = adapters.b.shape
+    b = adapters.b.reshape(layers, slots * rank, outputs)
+    more = (adapters.a, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
+    dtype, like, halves = adapters.a.dtype, jax.ShapeDtypeStruct, 2 if adapters.a.dtype.itemsize < 4 else 1
+    sums = like((plan.room * plan.tiles.parts, plan.padded, plan.width), jnp.float32)
+    operand = like((len(plan.slices), halves, plan.padded, plan.room * ITEM), dtype)
+    programs = plan.shrinkers + grid[0] * grid[1] + plan.expanders
+    return Call((*given, *more), (like(arrivals.shape, arrivals.dtype), sums, operand), (programs,))
+
+
+def split_refs(
+    refs: tuple, given: int, results: int, plan: Plan | None, interpret: bool
+) -> tuple[tuple, tuple, Refs | None]:
+    """(the product's own operands, its own results, the adapters' refs) of a kernel called as `with_adapters` says."""
+    if plan is None:
+        return refs[:given], refs[given:], None
+    end = given + 6 + results
+    a, b, slot_ids, items, layer, _ = refs[given : given + 6]
+    counters, sums, operand = refs[end:]
+    adapters = Refs(a, b, slot_ids, items, layer, sums, operand, counters, plan, interpret)
+    return refs[:given], refs[end - results : end], adapters
+
+
+def run(
+    x, refs: Refs, tiles: int, parts: int, product: Callable[..., None], expand_tile: Callable[..., None] | None
+) -> None:
+    """A kernel's body, in the grid of `with_adapters`: shrinks, or product(tile, part), or expand_tile(tile)."""
+    pid = pl.program_id(0)
+    begin, end = refs.plan.shrinkers, refs.plan.shrinkers + tiles * parts
+    pl.when(pid < begin)(lambda: _shrink(x, refs, pid))
+    pl.when((pid >= begin) & (pid < end))(lambda: product(lax.rem(pid - begin, tiles), lax.div(pid - begin, tiles)))
+    if expand_tile is not None:
+        pl.when(pid >= end)(lambda: expand_tile(pid - end))
+
+
+# ---- 3. in a kernel --------------------------------------------------------------------------------------------------
+def _full(x, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape)
+
+
+def _at(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def _dot(a, b) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _shrink(x, refs: Refs, pid) -> None:
+    """Program (group, part): one part of K of every groups-th item."""
+    groups, parts = refs.plan.tiles.groups, refs.plan.tiles.parts
+    group, part, count = lax.div(pid, parts), lax.rem(pid, parts), refs.count()
+
+    def item(i, _):
+        j = group + i * groups
+        pl.when(j < count)(lambda: _shrink_item(x, refs, j, part, count))
+        return _
+
+    lax.fori_loop(0, layout.cdiv(refs.plan.room, groups), item, 0)
+
+
+def _shrink_item(x, refs: Refs, j, part, count) -> None:
+    plan = refs.plan
+    (rows, inputs), n, block_k = x.shape, len(plan.slices), plan.tiles.block_k
+    slot, first_rank, ranks = (refs.field(i, j) for i in range(3))
+    steps = layout.cdiv(inputs // block_k, plan.tiles.parts)
+    shape = (plan.padded, plan.width)
+    row, column = _at(shape)
+
+    def body(i, h):
+        k0 = (part * steps + i) * block_k
+        t, k = _at((plan.padded, block_k))
+        x_tk = plgpu.load(x.at[t, k0 + k], mask=t < rows, other=0)
+        c, k = _at((plan.width, block_k))
+        at_slice, r = lax.div(c, ITEM), lax.rem(c, ITEM)
+        at = (_full(refs.layer[0], c.shape), _full(slot, c.shape), at_slice * plan.rank + first_rank + r, k0 + k)
+        a_ck = plgpu.load(refs.a.at[at], mask=(at_slice < n) & (r < ranks), other=0)
+        return h + _dot(x_tk, a_ck.T)
+
+    def arrive() -> None:
+        if not refs.interpret:
+            plgpu.debug_barrier()  # what all threads of this program stored lies before its arrival
+        plgpu.atomic_add(refs.counters, (refs.flag(),), jnp.int32(1))
+
+    here = jnp.minimum(steps, inputs // block_k - part * steps)
+    h = lax.fori_loop(0, here, body, jnp.zeros(shape, jnp.float32))
+    plgpu.store(refs.sums.at[_full(j * plan.tiles.parts + part, shape), row, column], h)
+    if plan.tiles.direct:
+        return arrive()
+
+    def finish() -> None:
+        # A masked load, never a product with zero: another row's inf must not reach this one.
+        own = plgpu.load(refs.slot_ids.at[row], mask=row < rows, other=-1) == slot
+        of = lambda p: refs.sums.at[_full(j * plan.tiles.parts + p, shape), row, column]  # noqa: E731
+        h = functools.reduce(jnp.add, [plgpu.load(of(p), mask=own, other=0) for p in range(plan.tiles.parts)])
+        _put_operand(h, refs, j, count)
+        arrive()
+
+    when_last(refs.counters, refs.counter() + j, plan.tiles.parts, finish, interpret=refs.interpret)
+
+
+def _halves(h, operand) -> list[jax.Array]:
+    """h in the operand's dtype, and with fewer bits than float32 what that leaves of it."""
+    high = h.astype(operand.dtype)
+    return [high, (h - high.astype(jnp.float32)).astype(operand.dtype)][: operand.shape[1]]
+
+
+def _put_operand(h, refs: Refs, j, count) -> None:
+    """h [padded T, width] of item j, and zeros after the last item to the end of its chunk."""
+    plan, operand = refs.plan, refs.operand
+    row, column = _at(h.shape)
+    at_slice, r = lax.div(column, ITEM), lax.rem(column, ITEM)
+    inside = at_slice < len(plan.slices)
+    halves = _halves(h, operand)
+
+    def put(q: int, columns, value, mask) -> None:
+        plgpu.store(operand.at[at_slice, _full(q, h.shape), row, columns], value, mask=mask)
+
+    for q, value in enumerate(halves):
+        put(q, j * ITEM + r, value, inside)
+
+    @pl.when(j == count - 1)
+    def _():
+        end = pl.cdiv(count * ITEM, plan.tiles.chunk) * plan.tiles.chunk
+        for i in range(1, plan.tiles.chunk // ITEM):
+            columns = (j + i) * ITEM + r
+            for q in range(len(halves)):
+                put(q, columns, jnp.zeros_like(halves[q]), inside & (columns < end))
+
+
+def _finished(refs: Refs) -> jax.Array:
+    """Waits for h of all items. False: it never came."""
+    count, flag = refs.count(), refs.flag()
+    if refs.plan.tiles.direct:
+        count = count * refs.plan.tiles.parts
+    if refs.interpret:  # programs run one after the other
+        return refs.counters[flag] >= count
+    read = lambda: plgpu.atomic_add(refs.counters, (flag,), jnp.int32(0))  # noqa: E731
+    again = lambda seen: (seen[0] < count) & (seen[1] < POLLS)  # noqa: E731
+    seen, _ = lax.while_loop(again, lambda seen: (read(), seen[1] + 1), (read(), jnp.int32(0)))
+    plgpu.debug_barrier()  # nobody reads h before all know
+    return seen >= count
+
+
+def _h(refs: Refs, at_slice, column0, count) -> list[jax.Array]:
+    """A chunk of the finished h of one slice, [padded T, chunk] and what that leaves of it."""
+    plan = refs.plan
+    row, column = _at((plan.padded, plan.tiles.chunk))
+    if not plan.tiles.direct:
+        at = lambda q: (_full(at_slice, row.shape), _full(q, row.shape), row, column0 + column)  # noqa: E731
+        return [plgpu.load(refs.operand.at[at(q)]) for q in range(refs.operand.shape[1])]
+    j, r = lax.div(column0 + column, ITEM), lax.rem(column, ITEM)
+    # All loads at once, so what does not count is left out afterwards; as in the shrink, never by a product with zero.
+    parts = [refs.sums.at[j * plan.tiles.parts + p, row, at_slice * ITEM + r] for p in range(plan.tiles.parts)]
+    h = functools.reduce(jnp.add, [plgpu.load(part) for part in parts])
+    ids = plgpu.load(refs.slot_ids.at[row], mask=row < refs.slot_ids.shape[0], other=-1)
+    own = (refs.field(0, j) == ids) & (j < count)
+    return _halves(jnp.where(own, h, 0.0), refs.operand)
+
+
+def expand_alone(starts: tuple, block_n: int, refs: Refs) -> tuple[jax.Array, ...]:
+    """`expand` of zeros."""
+    zeros = jnp.zeros((refs.plan.padded, block_n), jnp.float32)
+    return expand(tuple(zeros for _ in starts), starts, refs)
+
+
+def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
+    """sums + h @ B: float32 [padded T, columns] each, for the columns from each of `starts` on."""
+    plan = refs.plan
+    block_n, chunk, count = sums[0].shape[1], plan.tiles.chunk, refs.count()
+    finished = _finished(refs)
+    offsets = layout.slice_offsets(plan.slices)
+
+    def body(i, sums):
+        column0 = i * chunk
+        b_row = refs.items[plan.linear, pl.ds(column0, chunk)]
+        r, c = _at((chunk, block_n))
+        out = []
+        for total, start in zip(sums, starts, strict=True):
+            at_slice = functools.reduce(jnp.add, [jnp.int32(0), *((start >= o).astype(jnp.int32) for o in offsets[1:])])
+            at = (_full(refs.layer[0], r.shape), jnp.broadcast_to(b_row[:, None], r.shape), start + c)
+            b_rn = plgpu.load(refs.b.at[at], mask=column0 + r < count * ITEM, other=0)
+            for h in _h(refs, at_slice, column0, count):
+                total = total + _dot(h, b_rn)
+            out.append(total)
+        return tuple(out)
+
+    sums = lax.fori_loop(0, pl.cdiv(count * ITEM, chunk), body, sums)
+    return tuple(jnp.where(finished, total, jnp.nan) for total in sums)
