@@ -171,10 +171,7 @@ class Refs(NamedTuple):
 
     def field(self, i: int, j) -> jax.Array:
         """Of item j: its slot (0), first rank row (1), rank rows (2)."""
-        at = self.plan.room * (ITEM + i) + j
-        if jnp.ndim(j) == 0:
-            return self.items[self.plan.linear, at]
-        return plgpu.load(self.items.at[_full(self.plan.linear, j.shape), at])
+        return self.items[self.plan.linear, self.plan.room * (ITEM + i) + j]
 
     def count(self) -> jax.Array:
         return self.field(3, 0)
@@ -305,8 +302,6 @@ def _shrink_item(x, refs: Refs, j, part, count) -> None:
     here = jnp.minimum(steps, inputs // block_k - part * steps)
     h = lax.fori_loop(0, here, body, jnp.zeros(shape, jnp.float32))
     plgpu.store(refs.sums.at[_full(j * plan.tiles.parts + part, shape), row, column], h)
-    if plan.tiles.direct:
-        return arrive()
 
     def finish() -> None:
         # A masked load, never a product with zero: another row's inf must not reach this one.
@@ -351,8 +346,6 @@ def _put_operand(h, refs: Refs, j, count) -> None:
 def _finished(refs: Refs) -> jax.Array:
     """Waits for h of all items. False: it never came."""
     count, flag = refs.count(), refs.flag()
-    if refs.plan.tiles.direct:
-        count = count * refs.plan.tiles.parts
     if refs.interpret:  # programs run one after the other
         return refs.counters[flag] >= count
     read = lambda: plgpu.atomic_add(refs.counters, (flag,), jnp.int32(0))  # noqa: E731
@@ -362,20 +355,12 @@ def _finished(refs: Refs) -> jax.Array:
     return seen >= count
 
 
-def _h(refs: Refs, at_slice, column0, count) -> list[jax.Array]:
+def _h(refs: Refs, at_slice, column0) -> list[jax.Array]:
     """A chunk of the finished h of one slice, [padded T, chunk] and what that leaves of it."""
     plan = refs.plan
     row, column = _at((plan.padded, plan.tiles.chunk))
-    if not plan.tiles.direct:
-        at = lambda q: (_full(at_slice, row.shape), _full(q, row.shape), row, column0 + column)  # noqa: E731
-        return [plgpu.load(refs.operand.at[at(q)]) for q in range(refs.operand.shape[1])]
-    j, r = lax.div(column0 + column, ITEM), lax.rem(column, ITEM)
-    # All loads at once, so what does not count is left out afterwards; as in the shrink, never by a product with zero.
-    parts = [refs.sums.at[j * plan.tiles.parts + p, row, at_slice * ITEM + r] for p in range(plan.tiles.parts)]
-    h = functools.reduce(jnp.add, [plgpu.load(part) for part in parts])
-    ids = plgpu.load(refs.slot_ids.at[row], mask=row < refs.slot_ids.shape[0], other=-1)
-    own = (refs.field(0, j) == ids) & (j < count)
-    return _halves(jnp.where(own, h, 0.0), refs.operand)
+    at = lambda q: (_full(at_slice, row.shape), _full(q, row.shape), row, column0 + column)  # noqa: E731
+    return [plgpu.load(refs.operand.at[at(q)]) for q in range(refs.operand.shape[1])]
 
 
 def expand_alone(starts: tuple, block_n: int, refs: Refs) -> tuple[jax.Array, ...]:
@@ -400,7 +385,7 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
             at_slice = functools.reduce(jnp.add, [jnp.int32(0), *((start >= o).astype(jnp.int32) for o in offsets[1:])])
             at = (_full(refs.layer[0], r.shape), jnp.broadcast_to(b_row[:, None], r.shape), start + c)
             b_rn = plgpu.load(refs.b.at[at], mask=column0 + r < count * ITEM, other=0)
-            for h in _h(refs, at_slice, column0, count):
+            for h in _h(refs, at_slice, column0):
                 total = total + _dot(h, b_rn)
             out.append(total)
         return tuple(out)

@@ -128,14 +128,12 @@ def swiglu_tiles(itemsize: int) -> MatmulTiles:
 
 @dataclass(frozen=True)
 class LoRATiles:
-    """Inside a product of few rows: groups * parts programs shrink, block_k inputs a step; chunk rank rows a step of the expand.
-    direct: who expands adds the parts up, instead of the last one that shrinks."""
+    """Inside a product of few rows: groups * parts programs shrink, block_k inputs a step; chunk rank rows a step of the expand."""
 
     groups: int
     parts: int
     block_k: int
     chunk: int
-    direct: bool
 
 
 def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *, waits: bool) -> LoRATiles:
@@ -149,8 +147,7 @@ def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *
         block_k //= 2
     part = 512 if short and not many else 1024
     parts = max(1, min(16, cdiv(inputs, part), inputs // block_k))
-    direct = short and not many and slices == 1  # fewer things to wait for, but parts to read in every tile of columns
-    return LoRATiles(min(items, 8), parts, block_k, 32 if many and slices == 3 else 64, direct)
+    return LoRATiles(min(items, 8), parts, block_k, 32 if many and slices == 3 else 64)
 
 
 def norm_warps(rows: int, size: int) -> int:

@@ -5,20 +5,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from lora_jax.kernels.decode_attention import decode_attention
+from lora_jax.kernels.fused_lora import most_items, work_items
 
 from lora_jax.kv_cache import DecodeInputs
+from lora_jax.lora.apply import attach
+from lora_jax.lora.sites import group_shapes
 from lora_jax.models import layers
-from lora_jax.models.llama import LlamaForCausalLM
+from lora_jax.models.config import ModelConfig
+from lora_jax.models.llama import LlamaForCausalLM, lora_sites
 from lora_jax.models.shapes import known_shape
+from lora_jax.step import ModelDef
 
 CONFIG = dataclasses.replace(known_shape("tiny"), num_layers=3, layer_windows=(None,) * 3)
-OPS = ("add_rms_norm", "skinny_matmul", "swiglu", "residual_matmul")
+OPS = ("add_rms_norm", "skinny_matmul", "skinny_lora_matmul", "swiglu", "lora_swiglu", "residual_matmul")
+SLOTS, RANK = 3, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +59,22 @@ def called(monkeypatch):
     return names
 
 
-def hidden(rows: int, kind: type[DecodeInputs], implementation: str, **changes) -> tuple[np.ndarray, np.ndarray]:
+def with_adapters(model: Any, config: ModelConfig, slots: np.ndarray) -> Any:
+    """The model with random adapters of rank RANK in all slots, one a row; slot 1 has none for the down projection."""
+    sites = [site for site in lora_sites(config) if site.kind == "linear" and not site.head]
+    groups, rng = group_shapes(sites), np.random.default_rng(2)
+    attach(model, sites, groups, max_loras=SLOTS, rank=RANK, dtype=jnp.float32, implementation="xla")
+    draw = lambda shape: rng.normal(size=shape).astype(np.float32) / 6  # noqa: E731
+    stacks = {name: tuple(map(draw, shape.shapes(SLOTS, RANK))) for name, shape in groups.items()}
+    stacks["down"][1][:, 1] = 0
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    ids = jnp.asarray(slots)
+    return ModelDef.of(model).with_adapters(params, jax.tree.map(jnp.asarray, stacks), ids, ids)
+
+
+def hidden(
+    rows: int, kind: type[DecodeInputs], implementation: str, adapters: bool = False, **changes
+) -> tuple[np.ndarray, np.ndarray]:
     """(hidden rows, the last layer's pages) of one decode step; every norm has a scale of its own."""
     config = dataclasses.replace(CONFIG, **changes)
     model = LlamaForCausalLM(config, jnp.float32, nnx.Rngs(0))
@@ -60,7 +83,15 @@ def hidden(rows: int, kind: type[DecodeInputs], implementation: str, **changes) 
         if isinstance(norm, layers.RMSNorm):
             norm.scale[...] = jnp.asarray(rng.uniform(0.5, 1.5, norm.scale.shape), jnp.float32)
     kv = jnp.asarray(rng.standard_normal((rows + 1, 16, 2, config.num_kv_heads, config.head_dim)), jnp.float32)
-    inputs = kind(jnp.asarray(np.arange(rows) % 9), 1 + jnp.arange(rows, dtype=jnp.int32)[:, None], implementation)
+    items = None
+    if adapters:
+        slots = (np.arange(rows) % (SLOTS + 1) - 1).astype(np.int32)
+        model = with_adapters(model, config, slots)
+        ranks = np.full((4, SLOTS), RANK)
+        ranks[3, 1] = 0
+        items = jnp.asarray(work_items(sorted({int(s) for s in slots} - {-1}), ranks, RANK, most_items(SLOTS, RANK)))
+    given = jnp.asarray(np.arange(rows) % 9), 1 + jnp.arange(rows, dtype=jnp.int32)[:, None], implementation
+    inputs = kind(*given, items if implementation == "triton" else None)
     tokens = jnp.arange(rows) * 7 % config.vocab_size
     out, pages = model.model(tokens, inputs.positions.astype(jnp.int32), (kv,) * config.num_layers, inputs)
     return np.asarray(out), np.asarray(pages[-1])
@@ -87,3 +118,31 @@ def test_fused_layers_equal_plain_ones(rows, changes, a_layer, called):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(pages, want_pages, rtol=2e-5, atol=2e-5)
     assert np.abs(want).max() > 0.1
+
+
+WIDE = dict(num_kv_heads=CONFIG.num_heads)  # a tile of columns lies in one of q, k and v
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "a_layer"),
+    [
+        (2, WIDE, ["skinny_lora_matmul", "residual_matmul", "lora_swiglu", "residual_matmul"]),
+        (16, WIDE, ["skinny_lora_matmul", "residual_matmul", "lora_swiglu", "residual_matmul"]),
+        (33, WIDE, [*["skinny_lora_matmul"] * 2, "add_rms_norm", "lora_swiglu", "skinny_lora_matmul", "add_rms_norm"]),
+        (65, WIDE, ["add_rms_norm", "add_rms_norm"]),
+        (8, {}, ["residual_matmul", "lora_swiglu", "residual_matmul"]),
+        (8, dict(qkv_bias=True, o_bias=True), ["add_rms_norm", "lora_swiglu", "residual_matmul"]),
+        (8, {**WIDE, "mlp_bias": True}, ["skinny_lora_matmul", "residual_matmul", "add_rms_norm"]),
+    ],
+    ids=str,
+)
+def test_fused_layers_with_adapters_equal_plain_ones(rows, changes, a_layer, called):
+    base, _ = hidden(rows, DecodeInputs, "xla", **changes)
+    want, want_pages = hidden(rows, DecodeInputs, "xla", adapters=True, **changes)
+    called.clear()
+    got, pages = hidden(rows, Fused, "triton", adapters=True, **changes)
+    assert called == ["add_rms_norm", *a_layer * 3]
+    np.testing.assert_allclose(got, want, rtol=5e-5, atol=5e-5)
+    np.testing.assert_allclose(pages, want_pages, rtol=5e-5, atol=5e-5)
+    changed = np.abs(want - base).max(1) > 0.05
+    assert changed.tolist() == [i % (SLOTS + 1) > 0 for i in range(rows)]
