@@ -27,7 +27,7 @@ class SlotRanks:
         for module, weights in adapter.modules.items():
             group = self._groups.get(targets[module].group)
             if group is not None:
-                self._ranks[group, slot] = max(self._ranks[group, slot], weights.a.shape[0])
+                self._ranks[group, slot] = max(self._ranks[group, slot], weights.rank)
 
     def items(self, slots: Iterable[int]) -> np.ndarray:
         """int32 [linears, J * FIELDS]: `work_items` of a step whose rows have these slots; -1 is none."""
