@@ -1,6 +1,7 @@
 """Who is the last of several programs to finish a piece of work, so that it can put the parts together without anybody waiting.
 
 One counter a piece, zeros before and after every kernel: kernels that share the counters may split their work differently.
+Adapters have counters of their own behind those (`fused_lora.adapter_counters`).
 """
 
 from __future__ import annotations

@@ -12,13 +12,12 @@ a layer. Sources: Hu et al., "LoRA", 2021; Chen et al., "Punica", 2023.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -26,11 +25,10 @@ from jax.experimental.pallas import triton as plgpu
 from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
 from .lora_expand import lora_expand
+from .lora_items import FIELDS, ITEM
 from .lora_shrink import lora_shrink
 from .tuning import LoRATiles, lora_tiles, matmul_tiles
 
-ITEM = 16  # rank rows
-FIELDS = ITEM + 4  # numbers an item takes in a list of them
 LINE = 32  # counters in a cache line
 POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is NaN instead of a hang
 
@@ -59,39 +57,18 @@ class Adapters:
     linear: int
 
 
-def most_items(slots: int, rank: int) -> int:
-    """J for adapters of up to `rank` in so many slots: a multiple of 4, so that a step of the expand ends with it."""
-    return 4 * layout.cdiv(slots * layout.cdiv(rank, ITEM), 4)
-
-
-def work_items(slots: Sequence[int], ranks: np.ndarray, padded_rank: int, room: int) -> np.ndarray:
-    """int32 [G, room * FIELDS] for the distinct `slots` of a step. ranks [G, S]: rank rows of each slot for each linear, 0:
-    none. A list is the row of B [S * R] of each rank row [room * ITEM], then each item's slot, first rank row and number of
-    rank rows [3 * room], then the number of items."""
-    out = np.zeros((len(ranks), room * FIELDS), np.int32)
-    for row, of_slot in zip(out, ranks, strict=True):
-        items = [(s, first, min(ITEM, of_slot[s] - first)) for s in slots for first in range(0, of_slot[s], ITEM)]
-        if not items:
-            continue
-        slot, first, rows = np.array(items, np.int32).T
-        within = np.minimum(first[:, None] + np.arange(ITEM), padded_rank - 1)
-        row[: len(items) * ITEM] = (slot[:, None] * padded_rank + within).ravel()
-        for i, values in enumerate((slot, first, rows)):
-            row[room * (ITEM + i) :][: len(items)] = values
-        row[room * (ITEM + 3)] = len(items)
-    return out
-
-
 def adapter_counters(items: jax.Array, layers: int) -> int:
-    """How many counters of `new_arrivals` a step needs beside its pieces, for lists as `Adapters` holds them."""
+    """How many counters of `new_arrivals` a step needs beside its pieces, for lists as `Adapters` holds them: at its end one an
+    item, zeros again after each kernel, and before them a line for each linear of each layer. Those count up once and stay:
+    they are new in every step, in which each linear is computed once."""
     linears, room = items.shape[0], items.shape[1] // FIELDS
     return room + layers * linears * LINE
 
 
 def fits_adapters(rows: int, inputs: int, slices: tuple[int, ...], dtype: Any) -> bool:
     """Whether products of these sizes, which `skinny_matmul.fits` takes, may carry adapters. Not in float16, where h could
-    overflow; a tile of columns lies in one slice."""
-    if jnp.dtype(dtype) == jnp.float16:
+    overflow; a tile of columns lies in one slice; more slices than four would not fit every card."""
+    if jnp.dtype(dtype) == jnp.float16 or len(slices) > 4:
         return False
     block_n = matmul_tiles(rows, inputs, sum(slices), jnp.dtype(dtype).itemsize, adapters=True).block_n
     return not any(width % block_n for width in slices)
@@ -102,7 +79,8 @@ def check_adapters(
 ) -> None:
     """Raises: ValueError naming the operand."""
     a, b, n = adapters.a, adapters.b, len(adapters.slices)
-    if a.ndim != 4 or b.ndim != 4 or a.shape[3] != inputs or b.shape[3] != outputs or a.shape[2] != n * b.shape[2]:
+    ok = a.ndim == b.ndim == 4 and a.shape[:2] == b.shape[:2] and a.shape[2] == n * b.shape[2]
+    if not ok or a.shape[3] != inputs or b.shape[3] != outputs:
         raise ValueError(
             f"{op}: needs a [L, S, {n} * R, {inputs}] and b [L, S, R, {outputs}], got {a.shape} and {b.shape}"
         )
@@ -118,7 +96,7 @@ def check_adapters(
         items.dtype != jnp.int32
         or items.ndim != 2
         or items.shape[1] % (4 * FIELDS)
-        or adapters.linear >= items.shape[0]
+        or not 0 <= adapters.linear < items.shape[0]
     ):
         want = f"int32 [G > {adapters.linear}, J * {FIELDS}], J a multiple of 4"
         raise ValueError(f"{op}: items must be {want}, got {items.dtype} {items.shape}")
@@ -176,14 +154,14 @@ class Refs(NamedTuple):
     def count(self) -> jax.Array:
         return self.field(3, 0)
 
-    def counter(self) -> int:
-        """The first of the adapters' counters: those of the items, then a line for each layer's linears."""
-        return self.counters.shape[0] - adapter_counters(self.items, self.a.shape[0])
+    def counter(self, j):
+        """Of item j: its parts that are done."""
+        return self.counters.shape[0] - self.plan.room + j
 
     def flag(self):
         """Counts the items of this linear in this layer that are finished."""
         number = self.layer[0] * self.items.shape[0] + self.plan.linear
-        return self.counter() + self.plan.room + number * LINE
+        return self.counters.shape[0] - self.plan.room - (number + 1) * LINE
 
 
 def make_plan(adapters: Adapters, rows: int, padded: int, expanders: int) -> Plan:
@@ -311,7 +289,7 @@ def _shrink_item(x, refs: Refs, j, part, count) -> None:
         _put_operand(h, refs, j, count)
         arrive()
 
-    when_last(refs.counters, refs.counter() + j, plan.tiles.parts, finish, interpret=refs.interpret)
+    when_last(refs.counters, refs.counter(j), plan.tiles.parts, finish, interpret=refs.interpret)
 
 
 def _halves(h, operand) -> list[jax.Array]:

@@ -48,8 +48,8 @@ def residual_matmul(
     """(x + y @ w [R, N], its RMSNorm with that scale, arrivals for the next call).
 
     y [R, K], w [K, N], x [R, N] and scale [N] of one dtype, to which y @ w is rounded before it is added; R, K, N and the
-    dtype as `fits_residual` says. arrivals: of `new_arrivals`, N / 64 at least and with adapters `adapter_counters` more, donated
-    by the caller or copied. adapters: each row's own, of y @ w.
+    dtype as `fits_residual` says. arrivals: of `new_arrivals`, N / 64 at least and with adapters `adapter_counters` more and
+    new in every step, donated by the caller or copied. adapters: each row's own, of y @ w.
     A row's bits do not depend on the other rows, nor on which slots are in use. Raises: ValueError naming the operand.
     """
     layout.check_implementation("residual_matmul", implementation)

@@ -54,9 +54,10 @@ def skinny_lora_matmul(
     implementation: str = "triton",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(`skinny_matmul` with each row's own adapter: one partial sum more, arrivals for the next call).
+    """(`skinny_matmul` with each row's own adapter: one partial sum more, arrivals for the step's next call).
 
-    adapters: of x @ w, R rows; arrivals: of `new_arrivals`, `adapter_counters` at least, donated by the caller or copied.
+    adapters: of x @ w, R rows; arrivals: of `new_arrivals`, `adapter_counters` at least and new in every step, donated by the
+    caller or copied.
     A row's bits do not depend on the other rows, nor on which slots are in use. Raises: ValueError naming the operand.
     """
     layout.check_implementation("skinny_lora_matmul", implementation)

@@ -46,10 +46,11 @@ def lora_swiglu(
     implementation: str = "triton",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(`swiglu` with each row's own adapter on gate and up, arrivals for the next call).
+    """(`swiglu` with each row's own adapter on gate and up, arrivals for the step's next call).
 
-    adapters: of x @ w, slices (F, F), R rows; arrivals: of `new_arrivals`, `adapter_counters` at least, donated by the caller
-    or copied. A row's bits do not depend on the other rows, nor on which slots are in use. Raises: ValueError naming the operand.
+    adapters: of x @ w, slices (F, F), R rows; arrivals: of `new_arrivals`, `adapter_counters` at least and new in every step,
+    donated by the caller or copied. A row's bits do not depend on the other rows, nor on which slots are in use.
+    Raises: ValueError naming the operand.
     """
     _check("lora_swiglu", x, w, implementation)
     (inputs, outputs), rows = w.shape, x.shape[0]

@@ -147,7 +147,7 @@ def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *
         block_k //= 2
     part = 512 if short and not many else 1024
     parts = max(1, min(16, cdiv(inputs, part), inputs // block_k))
-    return LoRATiles(min(items, 8), parts, block_k, 32 if many and slices == 3 else 64)
+    return LoRATiles(min(items, 8), parts, block_k, 32 if many and (slices == 3 or itemsize == 4) else 64)
 
 
 def norm_warps(rows: int, size: int) -> int:

@@ -133,7 +133,8 @@ class Runtime:
         slot_ids = self.spec.builder.slot_ids(rows, key.bucket)
         if key.phase != "decode" or self._slot_ranks is None:
             return (self._params, self._stacks), (slot_ids,)
-        return (self._params, self._stacks), (slot_ids, self._slot_ranks.items(row.request.slot for row in rows))
+        items = self._slot_ranks.items((row.request.slot for row in rows), key.bucket)
+        return (self._params, self._stacks), (slot_ids, items)
 
     def _model_step(self, key: StepKey, rows: Sequence[ScheduledRow]) -> tuple:
         """(greedy tokens, logits), and the hidden rows of a prefill."""

@@ -176,7 +176,7 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
             donate = ()
         elif key.phase == "decode":
             args = (kv, last_tokens, placed(builder.decode((), key.bucket, table)))
-            tail += (placed(spec.lora.slot_ranks().items(())),) if key.lora and spec.lora else ()
+            tail += (placed(spec.lora.slot_ranks().items((), key.bucket)),) if key.lora and spec.lora else ()
         else:
             args = (kv, last_tokens, *placed(builder.prefill((), key.bucket)))
         return Entry(fn, (*head, *args, *tail), donate, spec.compiler_options, wave=_wave(spec, key))

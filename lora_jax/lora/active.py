@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from lora_jax.kernels.fused_lora import most_items, work_items
+from lora_jax.kernels.lora_items import most_items, work_items
 
 from .adapter import Adapter, TargetSpec
 from .sites import GroupShape, decoder_linears
@@ -19,16 +19,22 @@ class SlotRanks:
         self._groups = {name: i for i, name in enumerate(decoder_linears(groups))}
         self._ranks = np.zeros((len(self._groups), max_loras), np.int32)
         self._padded_rank = padded_rank
-        self._room = most_items(max_loras, padded_rank)
+        self._listed: tuple[tuple, np.ndarray] | None = None
 
     def put(self, slot: int, adapter: Adapter, targets: Mapping[str, TargetSpec]) -> None:
         """The adapter's weights lie in the slot from now on."""
+        self._listed = None
         self._ranks[:, slot] = 0
         for module, weights in adapter.modules.items():
             group = self._groups.get(targets[module].group)
             if group is not None:
                 self._ranks[group, slot] = max(self._ranks[group, slot], weights.rank)
 
-    def items(self, slots: Iterable[int]) -> np.ndarray:
-        """int32 [linears, J * FIELDS]: `work_items` of a step whose rows have these slots; -1 is none."""
-        return work_items(sorted({slot for slot in slots if slot >= 0}), self._ranks, self._padded_rank, self._room)
+    def items(self, slots: Iterable[int], bucket: int) -> np.ndarray:
+        """int32 [linears, J * FIELDS]: `work_items` of a step of `bucket` rows, which have these slots; -1 is none. Read only:
+        as long as the same slots are in use it is the same array."""
+        key = (tuple(sorted({slot for slot in slots if slot >= 0})), bucket)
+        if self._listed is None or self._listed[0] != key:
+            room = most_items(min(self._ranks.shape[1], bucket), self._padded_rank)
+            self._listed = key, work_items(key[0], self._ranks, self._padded_rank, room)
+        return self._listed[1]

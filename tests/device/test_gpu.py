@@ -17,6 +17,7 @@ from lora_jax.kernels.prefill_attention import BLOCK_TOKENS
 from lora_jax.kernels.tuning import AttentionTiles
 
 from tests.support import attention_oracle, tiny
+from tests.support import fused_lora_checks as fused
 from tests.support import kernel_checks as checks
 
 pytestmark = pytest.mark.device
@@ -129,6 +130,58 @@ def test_the_models_residual_products_equal_float64(rows):
 def test_the_residual_product_does_not_depend_on_who_is_last(rows, inputs, outputs, dtype):
     """200 calls, four in a row without anything between them."""
     checks.check_repeated(rows, inputs, outputs, dtype, "triton", calls=50)
+
+
+def with_adapters(name: str, rows: int, ranks: tuple[int, ...], dtype: str = "bfloat16", layers: int = 2) -> fused.Case:
+    """A linear of Llama-2-7B as a step runs it, with one rank for each slot."""
+    linear, few = LINEARS[f"llama2-7b.{name}"], rows <= 16
+    op = {"qkv": "skinny", "gate_up": "swiglu"}.get(name, "residual" if few else "skinny")
+    blocks = 64 if few and op != "residual" else None
+    padded = 1 << (max(ranks) - 1).bit_length()
+    return fused.Case(op, rows, linear.inputs, linear.slices, dtype, blocks, (ranks,) * len(fused.OPS), padded, layers)
+
+
+EIGHT, MIXED = (16,) * 8, (16, 64, 8, 33, 1, 16, 0, 16)
+
+
+@pytest.mark.parametrize("ranks", [EIGHT, MIXED], ids=["eight", "mixed"])
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_products_with_adapters_equal_float64(name, rows, ranks):
+    """All slots in use; then several rows of one, and rows without."""
+    case = with_adapters(name, rows, ranks)
+    fused.check(fused.make(case, [t % 8 for t in range(rows)], 1), "triton")
+    fused.check(fused.make(case, [(1, -1, 3, 1, 6, 2, 4, 3)[t % 8] for t in range(rows)], 0), "triton")
+
+
+@pytest.mark.parametrize("name", ["qkv", "o"])
+def test_float32_products_with_adapters_are_exact(name):
+    case = dataclasses.replace(
+        with_adapters(name, 8, MIXED, "float32"), slices=(128,) if name == "o" else (128, 64, 64)
+    )
+    fused.check(fused.make(case, [t - 1 for t in range(8)], 1), "triton")
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("op", fused.OPS)
+def test_a_rows_bits_with_adapters_depend_on_itself(op, rows):
+    if op == "residual" and rows > 16:
+        pytest.skip("at most 16 rows")
+    slices = {"skinny": (1024, 256, 256), "residual": (1024,), "swiglu": (1024, 1024)}[op]
+    case = fused.Case(op, rows, 2048, slices, "bfloat16")
+    for slot in range(-1, 6):
+        fused.check_row_bits(case, "triton", rows // 2, slot)
+    ids = [t % 7 - 1 for t in range(rows)]
+    fused.check_plain_rows(case, "triton", ids)
+    for row, value in ((0, np.nan), (2, np.inf)):
+        fused.check_broken_row(case, "triton", ids, row, value)
+
+
+@pytest.mark.parametrize(("rows", "names"), [(8, ("qkv", "o", "gate_up")), (64, ("down", "gate_up"))])
+def test_products_with_adapters_do_not_depend_on_who_is_first(rows, names):
+    """200 calls of each, four layers without anything between them."""
+    cases = [with_adapters(name, rows, MIXED, layers=4) for name in names]
+    fused.check_repeated(cases, "triton", [t % 9 - 1 for t in range(rows)], calls=50)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

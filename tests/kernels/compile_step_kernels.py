@@ -86,7 +86,7 @@ def _attention_jobs() -> Jobs:
     return out
 
 
-def _norm_of(rows: int, size: int, dtype: str) -> DeferredNorm:
+def norm_of(rows: int, size: int, dtype: str) -> DeferredNorm:
     """As `residual_matmul` gives it."""
     return DeferredNorm(array((rows, size), dtype), array((size // 64, rows), "float32"), 1e-5)
 
@@ -111,13 +111,13 @@ def _product_jobs() -> Jobs:
             if kind == "qkv" or not few:
                 out[f"product-{name}"] = 1, (skinny_matmul, (x, w))
             if kind == "qkv" and few:
-                out[f"deferred-{name}"] = 1, (skinny_matmul, (_norm_of(rows, inputs, dtype), w))
+                out[f"deferred-{name}"] = 1, (skinny_matmul, (norm_of(rows, inputs, dtype), w))
             if kind != "qkv" and few:
                 given = x, w, array((rows, outputs), dtype), array((outputs,), dtype), array((outputs // 64,))
                 out[f"residual-{name}"] = 1, (functools.partial(residual_matmul, eps=1e-5), given)
     for inputs, outputs, dtype in _linears("gate_up"):
         for rows in ROWS:
-            x = _norm_of(rows, inputs, dtype) if rows <= 16 else array((rows, inputs), dtype)
+            x = norm_of(rows, inputs, dtype) if rows <= 16 else array((rows, inputs), dtype)
             out[f"swiglu-{inputs}x{outputs}-{rows}-{dtype}"] = 1, (swiglu, (x, array((inputs, outputs), dtype)))
     return out
 

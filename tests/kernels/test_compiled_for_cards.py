@@ -25,6 +25,20 @@ SMALLEST_CARD_BYTES = min(SHARED_BYTES.values())
 EVERY_OF_A_STEP = {"h200": 8, "a100": 8, "l4": 1, "h100": 8, "rtx4090": 8}
 KINDS_OF_A_STEP = {"decode", "prefill", "rope", "product", "deferred", "residual", "swiglu", "norm"}
 
+# Products with adapters inside: no two of every 5 are of one kind and model.
+EVERY_WITH_ADAPTERS = {"h200": 1, "a100": 5, "l4": 1, "h100": 5, "rtx4090": 5}
+# Shared memory of an H200's program with Llama-2-7B's sizes, rank 16: as many programs as this lets a multiprocessor hold.
+ROOM_WITH_ADAPTERS = {
+    "product-llama2-7b.qkv-8": 45_000,  # five
+    "residual-llama2-7b.o-8": 45_000,
+    "residual-llama2-7b.down-8": 45_000,
+    "swiglu-llama2-7b.gate_up-8": 57_000,  # four
+    "product-llama2-7b.qkv-64": 220_000,  # one
+    "product-llama2-7b.o-64": 113_000,  # two
+    "product-llama2-7b.down-64": 113_000,
+    "swiglu-llama2-7b.gate_up-64": 113_000,
+}
+
 
 def compile_all(module: str, cards: dict[str, int]) -> Iterator[dict[str, Future[dict[str, Any]]]]:
     with ThreadPoolExecutor(2) as pool:
@@ -41,8 +55,13 @@ def step_results():
     yield from compile_all("tests.kernels.compile_step_kernels", EVERY_OF_A_STEP)
 
 
+@pytest.fixture(scope="module")
+def adapter_results():
+    yield from compile_all("tests.kernels.compile_fused_lora", EVERY_WITH_ADAPTERS)
+
+
 def test_every_target_is_compiled_for() -> None:
-    assert set(EVERY) == set(EVERY_OF_A_STEP) == set(SHARED_BYTES) == set(CARDS)
+    assert set(EVERY) == set(EVERY_OF_A_STEP) == set(EVERY_WITH_ADAPTERS) == set(SHARED_BYTES) == set(CARDS)
 
 
 @pytest.mark.timeout(900)
@@ -76,6 +95,28 @@ def test_kernels_of_a_step_compile(card: str, step_results: dict[str, Future[dic
         assert summary["shared_bytes"] <= SHARED_BYTES[card], (name, summary)
         assert summary["kernels"] == kernels or 1 < summary["kernels"] <= kernels, (name, summary)
         assert summary["temp_bytes"] <= 4 << 20, f"{name}: pages are copied"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("card", EVERY_WITH_ADAPTERS)
+def test_products_with_adapters_compile(card: str, adapter_results: dict[str, Future[dict[str, Any]]]) -> None:
+    """Each is one kernel, and what it has of its own are the parts of h and of the product: no adapter is copied."""
+    found = adapter_results[card].result()
+    assert len(found) == -(-24 // EVERY_WITH_ADAPTERS[card])
+    assert {name.split("-")[0] for name in found} == {"product", "residual", "swiglu"}
+    assert {name: error for name, (_, error) in found.items() if isinstance(error, str)} == {}
+    for name, (scratch, summary) in found.items():
+        assert summary["shared_bytes"] <= SHARED_BYTES[card], (name, summary)
+        assert summary["kernels"] == 1 and summary["temp_bytes"] <= scratch + 1024, (name, scratch, summary)
+
+
+@pytest.mark.timeout(900)
+def test_adapters_leave_room_for_other_programs(adapter_results: dict[str, Future[dict[str, Any]]]) -> None:
+    found = {
+        name.removesuffix("-r16-bfloat16"): summary for name, (_, summary) in adapter_results["h200"].result().items()
+    }
+    needed = {name: found[name]["shared_bytes"] for name in ROOM_WITH_ADAPTERS}
+    assert {name: size for name, size in needed.items() if size > ROOM_WITH_ADAPTERS[name]} == {}
 
 
 @pytest.mark.timeout(300)

@@ -57,9 +57,15 @@ def test_fits():
     assert not fits(MAX_ROWS + 1, 64, 64) and not fits(1, 96, 64) and not fits(1, 64, 96)
 
 
-@given(rows=st.integers(1, MAX_ROWS), inputs=SIXTY_FOURS, outputs=SIXTY_FOURS, itemsize=st.sampled_from((2, 4)))
-def test_tiles_cover_the_matrix_once(rows, inputs, outputs, itemsize):
-    tiles = matmul_tiles(rows, inputs, outputs, itemsize)
+@given(
+    rows=st.integers(1, MAX_ROWS),
+    inputs=SIXTY_FOURS,
+    outputs=SIXTY_FOURS,
+    itemsize=st.sampled_from((2, 4)),
+    adapters=st.booleans(),
+)
+def test_tiles_cover_the_matrix_once(rows, inputs, outputs, itemsize, adapters):
+    tiles = matmul_tiles(rows, inputs, outputs, itemsize, adapters)
     assert outputs % tiles.block_n == 0 and inputs % (tiles.parts * tiles.block_k) == 0
     padded = max(16, 1 << (rows - 1).bit_length())
     staged = (padded + tiles.block_n) * tiles.block_k * itemsize * (tiles.num_stages - 1)

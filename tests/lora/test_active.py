@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lora_jax.kernels.fused_lora import FIELDS, ITEM
+from lora_jax.kernels.lora_items import FIELDS, ITEM
 
 from lora_jax.lora.active import SlotRanks
 from lora_jax.lora.adapter import Adapter, LoadReport, LoRAWeights
@@ -38,7 +38,7 @@ def listed(items: np.ndarray) -> list[list[tuple[int, int]]]:
         rows = []
         for j in range(count):
             slot, first, ranks = fields[j], fields[room + j], fields[2 * room + j]
-            assert 1 <= ranks <= ITEM and b_rows[j][:ranks].tolist() == [
+            assert 0 <= ranks <= ITEM and b_rows[j][:ranks].tolist() == [
                 slot * PADDED + first + r for r in range(ranks)
             ]
             assert (b_rows[j] // PADDED == slot).all()
@@ -55,17 +55,17 @@ def test_each_linear_has_the_rank_rows_of_its_own_modules():
     ranks = SlotRanks(group_shapes(SITES), SLOTS, PADDED)
     ranks.put(0, adapter(m0_q=5, m1_v=40), TARGETS)
     ranks.put(2, adapter(m1_down=16, head=64, embed=64), TARGETS)
-    qkv, down = listed(ranks.items([-1, 2, 0, 0, 2]))
+    qkv, down = listed(ranks.items([-1, 2, 0, 0, 2], 8))
     assert qkv == expected(s0=40) and down == expected(s2=16)
-    assert listed(ranks.items([2])) == [[], expected(s2=16)] and listed(ranks.items([-1])) == [[], []]
+    assert listed(ranks.items([2], 8)) == [[], expected(s2=16)] and listed(ranks.items([-1], 8)) == [[], []]
 
 
 def test_a_slot_that_is_written_again_forgets_what_it_held():
     ranks = SlotRanks(group_shapes(SITES), SLOTS, PADDED)
     ranks.put(1, adapter(m0_q=64, m0_down=3), TARGETS)
-    before = ranks.items([1])
+    before = ranks.items([1], 8)
     ranks.put(1, adapter(m0_k=8), TARGETS)
-    assert listed(ranks.items([1])) == [expected(s1=8), []]
+    assert listed(ranks.items([1], 8)) == [expected(s1=8), []]
     assert listed(before) == [expected(s1=64), expected(s1=3)], "a step that was listed before keeps its list"
 
 
@@ -74,4 +74,13 @@ def test_there_is_room_for_every_slot_at_the_largest_rank(rank):
     ranks = SlotRanks(group_shapes(SITES), SLOTS, PADDED)
     for slot in range(SLOTS):
         ranks.put(slot, adapter(m0_q=rank, m0_down=PADDED), TARGETS)
-    assert listed(ranks.items(range(SLOTS))) == [expected(s0=r, s1=r, s2=r) for r in (rank, PADDED)]
+    assert listed(ranks.items(range(SLOTS), 8)) == [expected(s0=r, s1=r, s2=r) for r in (rank, PADDED)]
+
+
+def test_the_list_is_made_anew_only_when_other_slots_are_in_use():
+    ranks = SlotRanks(group_shapes(SITES), SLOTS, PADDED)
+    ranks.put(1, adapter(m0_q=8), TARGETS)
+    first = ranks.items([1, -1], 2)
+    assert ranks.items([1, 1], 2) is first and ranks.items([1], 64).shape[1] > first.shape[1]
+    assert ranks.items([-1], 2) is not first
+    assert first.shape[1] == FIELDS * 8, "two rows have two adapters at most, of four items each"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from lora_jax.kernels.decode_attention import decode_attention
-from lora_jax.kernels.fused_lora import most_items, work_items
+from lora_jax.kernels.lora_items import most_items, work_items
 
 from lora_jax.kv_cache import DecodeInputs
 from lora_jax.lora.apply import attach
