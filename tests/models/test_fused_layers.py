@@ -39,9 +39,9 @@ class Fused(DecodeInputs):
         return decode_attention(*given, scale=kv.shape[-1] ** -0.5, implementation="xla", **how)
 
 
-@pytest.fixture
-def called(monkeypatch):
-    """Names of the ops that the layers call, in order; each computes in plain JAX."""
+@pytest.fixture(params=[dict(implementation="xla")], ids=["plain-jax"])
+def called(request, monkeypatch):
+    """Names of the ops that the layers call, in order; each computes in plain JAX, or as the parameter says."""
     names: list[str] = []
 
     def plain(name):
@@ -50,7 +50,7 @@ def called(monkeypatch):
         @functools.wraps(op)
         def call(*args, **options):
             names.append(name)
-            return op(*args, **{**options, "implementation": "xla"})
+            return op(*args, **{**options, **request.param})
 
         return call
 
@@ -146,3 +146,13 @@ def test_fused_layers_with_adapters_equal_plain_ones(rows, changes, a_layer, cal
     np.testing.assert_allclose(pages, want_pages, rtol=5e-5, atol=5e-5)
     changed = np.abs(want - base).max(1) > 0.05
     assert changed.tolist() == [i % (SLOTS + 1) > 0 for i in range(rows)]
+
+
+@pytest.mark.parametrize("called", [dict(implementation="triton", interpret=True)], ids=["interpreted"], indirect=True)
+@pytest.mark.parametrize("rows", [5, 33])
+def test_the_kernels_themselves_in_three_layers(rows, called):
+    want, want_pages = hidden(rows, DecodeInputs, "xla", adapters=True, **WIDE)
+    got, pages = hidden(rows, Fused, "triton", adapters=True, **WIDE)
+    assert called.count("lora_swiglu") == CONFIG.num_layers
+    np.testing.assert_allclose(got, want, rtol=5e-5, atol=5e-5)
+    np.testing.assert_allclose(pages, want_pages, rtol=5e-5, atol=5e-5)
