@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
+from .in_kernel import dot, full
 from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, softmax_step, visible
 from .rope_cache import HeadNorms, check_heads, rotate, rotate_heads, split_heads, write_tokens
 from .tuning import attention_tiles
@@ -73,17 +74,12 @@ class _Head(NamedTuple):
     partner: jax.Array
 
 
-def _full(x, shape) -> jax.Array:
-    # index arrays throughout: interpret mode knows no mixture of arrays and slices
-    return jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape)
-
-
 def _projected(qkv, at_row, column, mask) -> jax.Array:
     """qkv[row, column], partial sums added up (float32)."""
     if len(qkv.shape) == 2:
-        return plgpu.load(qkv.at[_full(at_row, column.shape), column], mask=mask, other=0)
+        return plgpu.load(qkv.at[full(at_row, column.shape), column], mask=mask, other=0)
     parts = [
-        plgpu.load(qkv.at[_full(s, column.shape), _full(at_row, column.shape), column], mask=mask, other=0)
+        plgpu.load(qkv.at[full(s, column.shape), full(at_row, column.shape), column], mask=mask, other=0)
         for s in range(qkv.shape[0])
     ]
     return functools.reduce(jnp.add, parts)
@@ -93,7 +89,7 @@ def _rotated(qkv, cos, sin, norm, eps, base, p: _Head, dtype) -> jax.Array:
     """Heads that begin at columns `base` [n, 1], normed and rotated: [n, D padded] of dtype."""
     shape = (base.shape[0], p.dim.shape[0])
     dim, partner = jnp.broadcast_to(p.dim[None], shape), jnp.broadcast_to(p.partner[None], shape)
-    inside, at_row = dim < p.size, _full(p.row, shape)
+    inside, at_row = dim < p.size, full(p.row, shape)
     x, other = (_projected(qkv, p.row, base + at, inside).astype(dtype) for at in (dim, partner))
     of = lambda ref, *at: plgpu.load(ref.at[at], mask=inside, other=0)  # noqa: E731
     scale = None if norm is None else lambda dims: of(norm, dims)
@@ -133,7 +129,7 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
         """Page of each token of a step, int32 [T]. Needs no position, so that its latency is not added to that of others;
         a step past the row's tokens gives pages that nobody reads."""
         t = step * tiles.step_tokens + lax.iota(jnp.int32, tiles.step_tokens)
-        return tables[_full(row, t.shape), jnp.minimum(lax.div(t, page_size), tables.shape[1] - 1)]
+        return tables[full(row, t.shape), jnp.minimum(lax.div(t, page_size), tables.shape[1] - 1)]
 
     def keys_and_values(step, page):
         """Tokens of one step on their pages: which are seen [T], keys and values [T, D padded]."""
@@ -143,8 +139,8 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
         mask = seen[:, None] & (dim < size)[None]  # what is not seen is not read: a page may hold another row's NaN
         at = [jnp.broadcast_to(i, shape) for i in (page[:, None], lax.rem(t, page_size)[:, None])]
         d = jnp.broadcast_to(dim[None], shape)
-        k = plgpu.load(kv.at[*at, _full(0, shape), _full(head, shape), d], mask=mask, other=0)
-        return seen, k, plgpu.load(kv.at[*at, _full(1, shape), _full(head, shape), d], mask=mask, other=0)
+        k = plgpu.load(kv.at[*at, full(0, shape), full(head, shape), d], mask=mask, other=0)
+        return seen, k, plgpu.load(kv.at[*at, full(1, shape), full(head, shape), d], mask=mask, other=0)
 
     # With lanes, keys and values come a step ahead, too: the first before the projection is read.
     ahead = 1 if tiles.lanes else 0
@@ -154,17 +150,17 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
     # The new token: written by part 0, and attended to from registers.
     g = lax.iota(jnp.int32, g_pad)
     q_gd = _rotated(qkv, cos, sin, q_norm, eps, (head * group + jnp.minimum(g, group - 1))[:, None] * size, p, dtype)
-    k_1d = _rotated(qkv, cos, sin, k_norm, eps, _full((heads + head) * size, (1, 1)), p, dtype)
+    k_1d = _rotated(qkv, cos, sin, k_norm, eps, full((heads + head) * size, (1, 1)), p, dtype)
     v_1d = _projected(qkv, row, (heads + kv_heads + head) * size + dim[None], (dim < size)[None]).astype(dtype)
     own = part == 0
 
     @pl.when(own)
     def _():
         page = tables[row, lax.div(position, page_size)]
-        at = [_full(i, (1, padded)) for i in (page, lax.rem(position, page_size))]
+        at = [full(i, (1, padded)) for i in (page, lax.rem(position, page_size))]
         inside = (dim < size)[None]
         for i, value in enumerate((k_1d, v_1d)):
-            index = (*at, _full(i, (1, padded)), _full(head, (1, padded)), dim[None])
+            index = (*at, full(i, (1, padded)), full(head, (1, padded)), dim[None])
             plgpu.store(kv_out.at[*index], value, mask=inside)
 
     m = score(jnp.sum(q_gd.astype(jnp.float32) * k_1d.astype(jnp.float32), axis=1))
@@ -187,7 +183,7 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
     shape = (g_pad, padded)
     in_g, at_head = g < group, head * group + g
     inside = in_g[:, None] & (dim < size)[None]
-    at = (_full(row, shape), _full(at_head[:, None], shape), _full(dim[None], shape))
+    at = (full(row, shape), full(at_head[:, None], shape), full(dim[None], shape))
 
     def store(total, values) -> None:
         plgpu.store(out.at[*at], (values / total[:, None]).astype(out.dtype), mask=inside)
@@ -196,18 +192,18 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
         store(n, acc)
         return
     values, top, total, arrivals = joined
-    in_row = (_full(row, g.shape), at_head)
-    plgpu.store(values.at[_full(part, shape), *at], acc, mask=inside)
-    plgpu.store(top.at[_full(part, g.shape), *in_row], m, mask=in_g)
-    plgpu.store(total.at[_full(part, g.shape), *in_row], n, mask=in_g)
+    in_row = (full(row, g.shape), at_head)
+    plgpu.store(values.at[full(part, shape), *at], acc, mask=inside)
+    plgpu.store(top.at[full(part, g.shape), *in_row], m, mask=in_g)
+    plgpu.store(total.at[full(part, g.shape), *in_row], n, mask=in_g)
 
     def join() -> None:
         parts = range(tiles.parts)
-        of = lambda ref, i: plgpu.load(ref.at[_full(i, g.shape), *in_row], mask=in_g, other=0)  # noqa: E731
+        of = lambda ref, i: plgpu.load(ref.at[full(i, g.shape), *in_row], mask=in_g, other=0)  # noqa: E731
         tops = [of(top, i) for i in parts]
         best = functools.reduce(jnp.maximum, tops)
         weights = [jnp.exp(t - best) for t in tops]
-        sums = (plgpu.load(values.at[_full(i, shape), *at], mask=inside, other=0) * weights[i][:, None] for i in parts)
+        sums = (plgpu.load(values.at[full(i, shape), *at], mask=inside, other=0) * weights[i][:, None] for i in parts)
         store(functools.reduce(jnp.add, [of(total, i) * weights[i] for i in parts]), functools.reduce(jnp.add, sums))
 
     when_last(arrivals, row * kv_heads + head, tiles.parts, join, interpret=interpret)
@@ -215,9 +211,7 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
 
 def _attend_group(q_gd, score: Score, state, seen, k_td, v_td):
     """One step of the online softmax for G queries, on tensor cores."""
-    precision = lax.Precision.HIGHEST if q_gd.dtype == jnp.float32 else lax.Precision.DEFAULT
-    s_gt = score(jnp.dot(q_gd, k_td.T, precision=precision, preferred_element_type=jnp.float32))
-    return softmax_step(state, s_gt, seen[None, :], v_td)
+    return softmax_step(state, score(dot(q_gd, k_td.T)), seen[None, :], v_td)
 
 
 def _attend_one(q_1d, score: Score, state, seen, k_td, v_td):

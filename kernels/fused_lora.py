@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
+from .in_kernel import dot, full, padded_rows, positions
 from .lora_expand import lora_expand
 from .lora_items import FIELDS, ITEM
 from .lora_shrink import lora_shrink
@@ -164,14 +165,6 @@ class Refs(NamedTuple):
         return self.counters.shape[0] - self.plan.room - (number + 1) * LINE
 
 
-def make_plan(adapters: Adapters, rows: int, padded: int, expanders: int) -> Plan:
-    """expanders: 0 where the product's own programs expand."""
-    room, inputs = adapters.items.shape[1] // FIELDS, adapters.a.shape[3]
-    n, itemsize = len(adapters.slices), adapters.a.dtype.itemsize
-    tiles = lora_tiles(rows, inputs, n, room, itemsize, waits=expanders > 0)
-    return Plan(adapters.slices, adapters.linear, padded, room, adapters.b.shape[2], tiles, expanders)
-
-
 class Call(NamedTuple):
     """A `pallas_call` of a product with or without adapters: all that it is given, what comes after the product's own results
     (arrivals, then scratch), its grid."""
@@ -179,6 +172,7 @@ class Call(NamedTuple):
     given: tuple[jax.Array, ...]
     results: tuple[jax.ShapeDtypeStruct, ...]
     grid: tuple[int, ...]
+    plan: Plan | None
 
     def aliases(self, own: int) -> dict[int, int]:
         """own: the product's own results."""
@@ -186,20 +180,24 @@ class Call(NamedTuple):
 
 
 def with_adapters(
-    adapters: Adapters | None, plan: Plan | None, arrivals: jax.Array | None, given: tuple, grid: tuple[int, int]
+    adapters: Adapters | None, arrivals: jax.Array | None, given: tuple, grid: tuple[int, int], expanders: int
 ) -> Call:
-    """given and grid: of the product alone."""
+    """given and grid: of the product alone. expanders: 0 where the product's own programs expand."""
     if adapters is None:
-        return Call(given, (), grid)
-    assert plan is not None and arrivals is not None
-    layers, slots, rank, outputs = adapters.b.shape
+        return Call(given, (), grid, None)
+    assert arrivals is not None
+    (layers, slots, rank, outputs), dtype = adapters.b.shape, adapters.a.dtype
+    rows, inputs, n = adapters.slot_ids.shape[0], adapters.a.shape[3], len(adapters.slices)
+    room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)
+    tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, waits=expanders > 0)
+    plan = Plan(adapters.slices, adapters.linear, padded, room, rank, tiles, expanders)
     b = adapters.b.reshape(layers, slots * rank, outputs)
     more = (adapters.a, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
-    dtype, like, halves = adapters.a.dtype, jax.ShapeDtypeStruct, 2 if adapters.a.dtype.itemsize < 4 else 1
-    sums = like((plan.room * plan.tiles.parts, plan.padded, plan.width), jnp.float32)
-    operand = like((len(plan.slices), halves, plan.padded, plan.room * ITEM), dtype)
-    programs = plan.shrinkers + grid[0] * grid[1] + plan.expanders
-    return Call((*given, *more), (like(arrivals.shape, arrivals.dtype), sums, operand), (programs,))
+    like, halves = jax.ShapeDtypeStruct, 2 if dtype.itemsize < 4 else 1
+    sums = like((room * tiles.parts, padded, plan.width), jnp.float32)
+    operand = like((n, halves, padded, room * ITEM), dtype)
+    programs = plan.shrinkers + grid[0] * grid[1] + expanders
+    return Call((*given, *more), (like(arrivals.shape, arrivals.dtype), sums, operand), (programs,), plan)
 
 
 def split_refs(
@@ -228,19 +226,6 @@ def run(
 
 
 # ---- 3. in a kernel --------------------------------------------------------------------------------------------------
-def _full(x, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape)
-
-
-def _at(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
-def _dot(a, b) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _shrink(x, refs: Refs, pid) -> None:
     """Program (group, part): one part of K of every groups-th item."""
     groups, parts = refs.plan.tiles.groups, refs.plan.tiles.parts
@@ -260,17 +245,17 @@ def _shrink_item(x, refs: Refs, j, part, count) -> None:
     slot, first_rank, ranks = (refs.field(i, j) for i in range(3))
     steps = layout.cdiv(inputs // block_k, plan.tiles.parts)
     shape = (plan.padded, plan.width)
-    row, column = _at(shape)
+    row, column = positions(shape)
 
     def body(i, h):
         k0 = (part * steps + i) * block_k
-        t, k = _at((plan.padded, block_k))
+        t, k = positions((plan.padded, block_k))
         x_tk = plgpu.load(x.at[t, k0 + k], mask=t < rows, other=0)
-        c, k = _at((plan.width, block_k))
+        c, k = positions((plan.width, block_k))
         at_slice, r = lax.div(c, ITEM), lax.rem(c, ITEM)
-        at = (_full(refs.layer[0], c.shape), _full(slot, c.shape), at_slice * plan.rank + first_rank + r, k0 + k)
+        at = (full(refs.layer[0], c.shape), full(slot, c.shape), at_slice * plan.rank + first_rank + r, k0 + k)
         a_ck = plgpu.load(refs.a.at[at], mask=(at_slice < n) & (r < ranks), other=0)
-        return h + _dot(x_tk, a_ck.T)
+        return h + dot(x_tk, a_ck.T)
 
     def arrive() -> None:
         if not refs.interpret:
@@ -279,12 +264,12 @@ def _shrink_item(x, refs: Refs, j, part, count) -> None:
 
     here = jnp.minimum(steps, inputs // block_k - part * steps)
     h = lax.fori_loop(0, here, body, jnp.zeros(shape, jnp.float32))
-    plgpu.store(refs.sums.at[_full(j * plan.tiles.parts + part, shape), row, column], h)
+    plgpu.store(refs.sums.at[full(j * plan.tiles.parts + part, shape), row, column], h)
 
     def finish() -> None:
         # A masked load, never a product with zero: another row's inf must not reach this one.
         own = plgpu.load(refs.slot_ids.at[row], mask=row < rows, other=-1) == slot
-        of = lambda p: refs.sums.at[_full(j * plan.tiles.parts + p, shape), row, column]  # noqa: E731
+        of = lambda p: refs.sums.at[full(j * plan.tiles.parts + p, shape), row, column]  # noqa: E731
         h = functools.reduce(jnp.add, [plgpu.load(of(p), mask=own, other=0) for p in range(plan.tiles.parts)])
         _put_operand(h, refs, j, count)
         arrive()
@@ -301,13 +286,13 @@ def _halves(h, operand) -> list[jax.Array]:
 def _put_operand(h, refs: Refs, j, count) -> None:
     """h [padded T, width] of item j, and zeros after the last item to the end of its chunk."""
     plan, operand = refs.plan, refs.operand
-    row, column = _at(h.shape)
+    row, column = positions(h.shape)
     at_slice, r = lax.div(column, ITEM), lax.rem(column, ITEM)
     inside = at_slice < len(plan.slices)
     halves = _halves(h, operand)
 
     def put(q: int, columns, value, mask) -> None:
-        plgpu.store(operand.at[at_slice, _full(q, h.shape), row, columns], value, mask=mask)
+        plgpu.store(operand.at[at_slice, full(q, h.shape), row, columns], value, mask=mask)
 
     for q, value in enumerate(halves):
         put(q, j * ITEM + r, value, inside)
@@ -336,8 +321,8 @@ def _finished(refs: Refs) -> jax.Array:
 def _h(refs: Refs, at_slice, column0) -> list[jax.Array]:
     """A chunk of the finished h of one slice, [padded T, chunk] and what that leaves of it."""
     plan = refs.plan
-    row, column = _at((plan.padded, plan.tiles.chunk))
-    at = lambda q: (_full(at_slice, row.shape), _full(q, row.shape), row, column0 + column)  # noqa: E731
+    row, column = positions((plan.padded, plan.tiles.chunk))
+    at = lambda q: (full(at_slice, row.shape), full(q, row.shape), row, column0 + column)  # noqa: E731
     return [plgpu.load(refs.operand.at[at(q)]) for q in range(refs.operand.shape[1])]
 
 
@@ -357,14 +342,14 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
     def body(i, sums):
         column0 = i * chunk
         b_row = refs.items[plan.linear, pl.ds(column0, chunk)]
-        r, c = _at((chunk, block_n))
+        r, c = positions((chunk, block_n))
         out = []
         for total, start in zip(sums, starts, strict=True):
             at_slice = functools.reduce(jnp.add, [jnp.int32(0), *((start >= o).astype(jnp.int32) for o in offsets[1:])])
-            at = (_full(refs.layer[0], r.shape), jnp.broadcast_to(b_row[:, None], r.shape), start + c)
+            at = (full(refs.layer[0], r.shape), jnp.broadcast_to(b_row[:, None], r.shape), start + c)
             b_rn = plgpu.load(refs.b.at[at], mask=column0 + r < count * ITEM, other=0)
             for h in _h(refs, at_slice, column0):
-                total = total + _dot(h, b_rn)
+                total = total + dot(h, b_rn)
             out.append(total)
         return tuple(out)
 

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
+from .in_kernel import dot
 from .tuning import ShrinkTiles, shrink_tiles
 
 
@@ -112,7 +113,6 @@ def _many_rows(
     t_slice = pl.ds(first, tiles.block_t)
     ids = plgpu.load(slots.at[t_slice], mask=t < rows, other=-1)
     out = h.at[part, t_slice, pl.ds(rank0, width)]
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     masked_k = size % (tiles.block_k * tiles.steps) != 0
 
     def store(value_tc, where_t):
@@ -131,7 +131,7 @@ def _many_rows(
             x_tk = plgpu.load(x.at[t_slice, k_slice], mask=(t < rows)[:, None] & in_k[None, :], other=0)
             at = a.at[layer[0], slot, pl.ds(rank0, width), k_slice]
             a_ck = plgpu.load(at, mask=in_rank[:, None] & in_k[None, :], other=0)
-            return acc + jnp.dot(x_tk, a_ck.T, precision=precision, preferred_element_type=jnp.float32)
+            return acc + dot(x_tk, a_ck.T)
 
         acc = _loop(tiles.steps, body, jnp.zeros((tiles.block_t, width), jnp.float32))
         store(acc, ids == slot)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .in_kernel import dot
+
 NEG = -1e30  # finite: exp(NEG - NEG) is 1, not NaN, and is multiplied by an empty sum
 Score = Callable[[jax.Array], jax.Array]  # from products of queries and keys to scores
 
@@ -60,12 +62,11 @@ def softmax_step(state, scores: jax.Array, seen: jax.Array, values: jax.Array):
     """Inside kernels, one step for n queries: state (largest score [n], sum [n], weighted values [n, D]), scores float32 [n, T],
     seen broadcastable to them, values [T, D], multiplied on tensor cores unless they are float32."""
     m, n, acc = state
-    precision = lax.Precision.HIGHEST if values.dtype == jnp.float32 else lax.Precision.DEFAULT
     scores = jnp.where(seen, scores, NEG)
     m_new = jnp.maximum(m, jnp.max(scores, axis=1))
     p = jnp.where(seen, jnp.exp(scores - m_new[:, None]), 0.0)
     fade = jnp.exp(m - m_new)
-    weighed = jnp.dot(p.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32)
+    weighed = dot(p.astype(values.dtype), values)
     return m_new, n * fade + jnp.sum(p, axis=1), acc * fade[:, None] + weighed
 
 

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
+from .in_kernel import dot
 from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, softmax_step, visible
 
 BLOCK_TOKENS = 64  # queries of one block, all of one sequence
@@ -87,7 +88,6 @@ def _kernel(
     tokens = jnp.clip(tokens - part * block_q, 0, block_q)
     page_size, size, group = kv.shape[1], kv.shape[4], q.shape[1] // kv.shape[3]
     padded = max(16, 1 << (size - 1).bit_length())
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
 
     @pl.when(tokens > 0)
     def _():
@@ -112,7 +112,7 @@ def _kernel(
             of = lambda half: (*where, jnp.full(shape, half), jnp.full(shape, lax.div(head, group)), d)  # noqa: E731
             k_td = plgpu.load(kv.at[*of(0)], mask=mask_td, other=0)
             v_td = plgpu.load(kv.at[*of(1)], mask=mask_td, other=0)
-            s_qt = score(jnp.dot(q_qd, k_td.T, precision=precision, preferred_element_type=jnp.float32))
+            s_qt = score(dot(q_qd, k_td.T))
             seen = visible(t[None], query, window) & (own < tokens)[:, None]
             return softmax_step(carry, s_qt, seen, v_td)
 

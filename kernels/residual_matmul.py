@@ -20,7 +20,8 @@ from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
 from .deferred_norm import DeferredNorm
 from .fused_lora import Adapters
-from .skinny_matmul import accumulate, check_product, fits, padded_rows, plain_product, positions
+from .in_kernel import padded_rows, positions
+from .skinny_matmul import accumulate, check_product, fits, plain_product
 from .tuning import matmul_tiles
 
 MAX_ROWS = 16  # with more, what the last program of a tile has to read costs more than a norm of its own
@@ -137,14 +138,18 @@ def _triton(
     tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize)
     like = jax.ShapeDtypeStruct
     out, blocks = like(x.shape, x.dtype), outputs // tiles.block_n
-    plan = adapters and lora.make_plan(adapters, rows, padded_rows(rows), blocks)
-    call = lora.with_adapters(adapters, plan, arrivals, (y, w, x, scale), (blocks, tiles.parts))
-    if plan is None:  # the counters are the product's own
-        call = lora.Call((*call.given, arrivals), (like(arrivals.shape, arrivals.dtype),), call.grid)
-    parts = tiles.parts + (plan is not None)
+    call = lora.with_adapters(adapters, arrivals, (y, w, x, scale), (blocks, tiles.parts), blocks)
+    if adapters is None:  # the counters are the product's own
+        call = call._replace(given=(*call.given, arrivals), results=(like(arrivals.shape, arrivals.dtype),))
+    parts = tiles.parts + (adapters is not None)
     total, scaled, squares, _, arrivals, *_ = pl.pallas_call(
         functools.partial(
-            _kernel, block_n=tiles.block_n, block_k=tiles.block_k, parts=tiles.parts, plan=plan, interpret=interpret
+            _kernel,
+            block_n=tiles.block_n,
+            block_k=tiles.block_k,
+            parts=tiles.parts,
+            plan=call.plan,
+            interpret=interpret,
         ),
         out_shape=(
             out,

@@ -19,6 +19,7 @@ from . import fused_lora as lora
 from . import lora_layout as layout
 from .deferred_norm import DeferredNorm, Normed, inverse_of
 from .fused_lora import Adapters
+from .in_kernel import dot, padded_rows, positions
 from .tuning import matmul_tiles
 
 MAX_ROWS = 64
@@ -94,18 +95,13 @@ def check_product(op: str, x: Normed, w: jax.Array, outputs: int, name: str = "x
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
-def padded_rows(rows: int) -> int:
-    """Rows of a tile that tensor cores take."""
-    return max(16, 1 << (rows - 1).bit_length())
-
-
 def accumulate(
     x, w, starts: tuple, first, steps: int, block_n: int, block_k: int, between: tuple | None = None
 ) -> tuple[jax.Array, ...]:
     """In a kernel: for each column of `starts`, all rows of x times block_n columns of w from there on, over `steps` steps of
     block_k inputs from the step `first` on. float32 [padded R, block_n] each, zeros below the last row.
     between: (steps, what is done with the sums after so many)."""
-    rows, precision = x.shape[0], lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    rows = x.shape[0]
     padded = padded_rows(rows)
     row_mk = lax.broadcasted_iota(jnp.int32, (padded, block_k), 0)
     col_mk = lax.broadcasted_iota(jnp.int32, (padded, block_k), 1)
@@ -114,19 +110,13 @@ def accumulate(
         k0 = (first + i) * block_k
         x_mk = plgpu.load(x.at[row_mk, k0 + col_mk], mask=row_mk < rows, other=0)
         tiles = (w[pl.ds(k0, block_k), pl.ds(start, block_n)] for start in starts)
-        dot = lambda w_kn: jnp.dot(x_mk, w_kn, precision=precision, preferred_element_type=jnp.float32)  # noqa: E731
-        return tuple(acc + dot(w_kn) for acc, w_kn in zip(sums, tiles, strict=True))
+        return tuple(acc + dot(x_mk, w_kn) for acc, w_kn in zip(sums, tiles, strict=True))
 
     sums = tuple(jnp.zeros((padded, block_n), jnp.float32) for _ in starts)
     if between is None:
         return lax.fori_loop(0, steps, body, sums)
     at, then = between
     return lax.fori_loop(at, steps, body, then(lax.fori_loop(0, at, body, sums)))
-
-
-def positions(shape: tuple[int, ...], start) -> tuple[jax.Array, jax.Array]:
-    """In a kernel: rows and columns of a tile whose first column is `start`."""
-    return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1) + start
 
 
 def _kernel(*refs, block_n: int, block_k: int, parts: int, eps: float | None, plan: lora.Plan | None, interpret: bool):
@@ -176,8 +166,7 @@ def _triton(
     (rows, inputs), outputs = given[0].shape, w.shape[1]
     tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize, adapters is not None)
     columns = outputs // tiles.block_n
-    plan = adapters and lora.make_plan(adapters, rows, padded_rows(rows), columns)
-    call = lora.with_adapters(adapters, plan, arrivals, (*given, w), (columns, tiles.parts))
+    call = lora.with_adapters(adapters, arrivals, (*given, w), (columns, tiles.parts), columns)
     out, *rest = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -185,10 +174,13 @@ def _triton(
             block_k=tiles.block_k,
             parts=tiles.parts,
             eps=eps,
-            plan=plan,
+            plan=call.plan,
             interpret=interpret,
         ),
-        out_shape=(jax.ShapeDtypeStruct((tiles.parts + (plan is not None), rows, outputs), jnp.float32), *call.results),
+        out_shape=(
+            jax.ShapeDtypeStruct((tiles.parts + (adapters is not None), rows, outputs), jnp.float32),
+            *call.results,
+        ),
         grid=call.grid,
         input_output_aliases=call.aliases(1),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),

@@ -20,7 +20,8 @@ from . import fused_lora as lora
 from . import lora_layout as layout
 from .deferred_norm import Normed, inverse_of
 from .fused_lora import Adapters
-from .skinny_matmul import accumulate, check_product, operands, padded_rows, plain_product, positions
+from .in_kernel import padded_rows, positions
+from .skinny_matmul import accumulate, check_product, operands, plain_product
 from .tuning import swiglu_tiles
 
 
@@ -120,11 +121,10 @@ def _triton(
     given, eps = operands(x)
     rows, outputs = given[0].shape[0], w.shape[1] // 2
     tiles = swiglu_tiles(w.dtype.itemsize)
-    plan = adapters and lora.make_plan(adapters, rows, padded_rows(rows), 0)
-    call = lora.with_adapters(adapters, plan, arrivals, (*given, w), (outputs // tiles.block_n, 1))
+    call = lora.with_adapters(adapters, arrivals, (*given, w), (outputs // tiles.block_n, 1), 0)
     out, *rest = pl.pallas_call(
         functools.partial(
-            _kernel, block_n=tiles.block_n, block_k=tiles.block_k, eps=eps, plan=plan, interpret=interpret
+            _kernel, block_n=tiles.block_n, block_k=tiles.block_k, eps=eps, plan=call.plan, interpret=interpret
         ),
         out_shape=(jax.ShapeDtypeStruct((rows, outputs), w.dtype), *call.results),
         grid=call.grid,

@@ -131,8 +131,9 @@ class Runtime:
         if not key.lora:
             return (self._params,), ()
         slot_ids = self.spec.builder.slot_ids(rows, key.bucket)
-        if key.phase != "decode" or self._slot_ranks is None:
+        if key.phase != "decode":
             return (self._params, self._stacks), (slot_ids,)
+        assert self._slot_ranks is not None
         items = self._slot_ranks.items((row.request.slot for row in rows), key.bucket)
         return (self._params, self._stacks), (slot_ids, items)
 

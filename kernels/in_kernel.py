@@ -1,0 +1,28 @@
+"""Small things that several kernels say. All but `padded_rows` are for use inside kernels."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a tile that tensor cores take."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def full(x, shape: tuple[int, ...]) -> jax.Array:
+    """int32 [shape] of x. Index arrays throughout: interpret mode knows no mixture of arrays and slices."""
+    return jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape)
+
+
+def positions(shape: tuple[int, ...], start=0) -> tuple[jax.Array, jax.Array]:
+    """Rows and columns of a tile whose first column is `start`."""
+    return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1) + start
+
+
+def dot(a, b) -> jax.Array:
+    """a @ b of one dtype in float32, on tensor cores unless they are float32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
