@@ -8,6 +8,7 @@ lengths. Sources: Su et al., "RoFormer", 2021; Dao et al., "Flash-Decoding for l
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -18,10 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
+from . import output_shrink
+from .adapters import Adapters
 from .arrivals import check_arrivals, when_last
 from .in_kernel import dot, full
-from .online_softmax import NEG, Score, chunk_pages, online_softmax, scored, softmax_step, visible
-from .rope_cache import HeadNorms, check_heads, rotate, rotate_heads, split_heads, write_tokens
+from .online_softmax import NEG, Score, scored, softmax_step
+from .output_shrink import Shrink, check_shrink, plain_shrink, product
+from .plain_attention import plain_decode_attention
+from .rope_cache import HeadNorms, check_heads, rotate
 from .tuning import attention_tiles
 
 
@@ -52,6 +57,55 @@ def decode_attention(
     itself included. softcap: see `scored`.
     A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
     """
+    given = (qkv, rope, kv, block_tables, positions, arrivals)
+    how = dict(heads=heads, scale=scale, window=window, softcap=softcap, norms=norms, interpret=interpret)
+    return _attend(*given, None, implementation=implementation, **how)[:3]
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "scale", "window", "softcap", "implementation", "interpret"))
+def lora_decode_attention(
+    qkv: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    arrivals: jax.Array | None,
+    adapters: Adapters,
+    *,
+    heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    norms: HeadNorms | None = None,
+    implementation: str = "triton",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters]:
+    """What `decode_attention` gives, and the adapters of the linear that reads the heads' outputs with its h begun
+    (`output_shrink`): R and their rank as `takes_shrink` says. Raises: ValueError naming the operand."""
+    check_shrink("lora_decode_attention", adapters, qkv.shape[-2], heads * kv.shape[-1], kv.dtype)
+    given = (qkv, rope, kv, block_tables, positions, arrivals)
+    how = dict(heads=heads, scale=scale, window=window, softcap=softcap, norms=norms, interpret=interpret)
+    out, kv, arrivals, begun = _attend(*given, adapters, implementation=implementation, **how)
+    return out, kv, arrivals, dataclasses.replace(adapters, begun=begun)
+
+
+def _attend(
+    qkv,
+    rope,
+    kv,
+    block_tables,
+    positions,
+    arrivals,
+    adapters,
+    *,
+    heads,
+    scale,
+    window,
+    softcap,
+    norms,
+    implementation,
+    interpret,
+):
     layout.check_implementation("decode_attention", implementation)
     check_heads("decode_attention", qkv, rope, kv, heads, norms)
     rows = qkv.shape[-2]
@@ -60,8 +114,9 @@ def decode_attention(
             raise ValueError(f"decode_attention: {name} must be int32 with {rows} rows, got {x.dtype} {x.shape}")
     score = functools.partial(scored, scale=scale, softcap=softcap)
     if implementation == "xla":
-        return *_xla(qkv, rope, kv, block_tables, positions, heads, score, window, norms), arrivals
-    return _triton(qkv, rope, kv, block_tables, positions, arrivals, heads, score, window, norms, interpret)
+        out, kv = plain_decode_attention(qkv, rope, kv, block_tables, positions, heads, score, window, norms)
+        return out, kv, arrivals, None if adapters is None else plain_shrink(out, adapters, kv.shape[3])
+    return _triton(qkv, rope, kv, block_tables, positions, arrivals, adapters, heads, score, window, norms, interpret)
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
@@ -98,16 +153,25 @@ def _rotated(qkv, cos, sin, norm, eps, base, p: _Head, dtype) -> jax.Array:
     )
 
 
-def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | None, tiles, interpret: bool):
+def _kernel(
+    *refs, heads: int, score: Score, window: int | None, eps: float | None, tiles, linear: int | None, interpret: bool
+):
     """Program (row, KV head, part): the head's G queries over one part of the row's tokens; part 0 also the new token. The last
-    part of a head to finish joins them.
+    part of a head to finish joins them. linear: not None: it also shrinks for that linear.
 
     refs: qkv, cos, sin, kv [pages, page_size, 2, K, D], tables [R, P], positions [R], with eps also the scales of q's and k's
-    norm [D], with several parts arrivals; then out [R, H, D], kv again, the same memory, and with several parts those: values
-    [C, R, H, D], top and total [C, R, H] float32 (the largest score, the sum of exp(score - top)), and arrivals again.
+    norm [D], with several parts arrivals, with a linear what `Shrink` reads; then out [R, H, D], kv again, the same memory, with
+    several parts those: values [C, R, H, D], top and total [C, R, H] float32 (the largest score, the sum of exp(score - top)),
+    and arrivals again; with a linear its h.
     """
     qkv, cos, sin, kv, tables, positions = refs[:6]
     q_norm, k_norm = refs[6:8] if eps is not None else (None, None)
+    shrink = None
+    if linear is not None:
+        results = 2 if tiles.parts == 1 else 6
+        a, slot_ids, items, layer = refs[-results - 5 : -results - 1]
+        shrink = Shrink(a, slot_ids, items, layer, refs[-1], linear)
+        refs = refs[:-1]
     out, kv_out, *joined = refs[-2:] if tiles.parts == 1 else refs[-6:]
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page_size, kv_heads, size = kv.shape[1], kv.shape[3], kv.shape[4]
@@ -146,6 +210,13 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
     ahead = 1 if tiles.lanes else 0
     ready = keys_and_values(begin, pages(begin)) if ahead else ()
     page = pages(begin + ahead)
+    a_rd = None
+    if shrink is not None:
+        slot, rank = shrink.of(row)
+        if (
+            tiles.lanes and tiles.parts == 1 and shrink.out.shape[2] == 16
+        ):  # few programs: latency counts, and registers are left
+            a_rd = shrink.load(slot, rank, head * size, dim, size)
 
     # The new token: written by part 0, and attended to from registers.
     g = lax.iota(jnp.int32, g_pad)
@@ -186,7 +257,15 @@ def _kernel(*refs, heads: int, score: Score, window: int | None, eps: float | No
     at = (full(row, shape), full(at_head[:, None], shape), full(dim[None], shape))
 
     def store(total, values) -> None:
-        plgpu.store(out.at[*at], (values / total[:, None]).astype(out.dtype), mask=inside)
+        o_gd = (values / total[:, None]).astype(out.dtype)
+        plgpu.store(out.at[*at], o_gd, mask=inside)
+        if shrink is None:
+            return
+        h = jnp.zeros((shrink.out.shape[2],), jnp.float32)
+        for i in range(group):
+            a = shrink.load(slot, rank, (head * group + i) * size, dim, size) if a_rd is None else a_rd
+            h = h + product(a, jnp.sum(jnp.where(g[:, None] == i, o_gd.astype(jnp.float32), 0.0), axis=0))
+        shrink.store(head, row, rank, h)
 
     if tiles.parts == 1:
         store(n, acc)
@@ -253,7 +332,7 @@ def _join_lanes(state, lanes):
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
-def _triton(qkv, rope, kv, tables, positions, arrivals, heads, score: Score, window, norms, interpret):
+def _triton(qkv, rope, kv, tables, positions, arrivals, adapters, heads, score: Score, window, norms, interpret):
     rows, (kv_heads, size) = qkv.shape[-2], kv.shape[3:]
     context = tables.shape[1] * kv.shape[1]
     tiles = attention_tiles(rows, kv_heads, heads // kv_heads, context, size, kv.dtype.itemsize)
@@ -266,6 +345,9 @@ def _triton(qkv, rope, kv, tables, positions, arrivals, heads, score: Score, win
         results.append(like((tiles.parts, rows, heads, size), jnp.float32))
         results += [like((tiles.parts, rows, heads), jnp.float32)] * 2 + [like(arrivals.shape, arrivals.dtype)]
         aliases[len(given) - 1] = len(results) - 1
+    if adapters is not None:
+        given += output_shrink.given(adapters)
+        results.append(like(output_shrink.begun_shape(adapters, kv_heads), jnp.float32))
     out, kv, *rest = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -274,6 +356,7 @@ def _triton(qkv, rope, kv, tables, positions, arrivals, heads, score: Score, win
             window=window,
             eps=None if norms is None else norms.eps,
             tiles=tiles,
+            linear=None if adapters is None else adapters.linear,
             interpret=interpret,
         ),
         out_shape=results,
@@ -283,40 +366,5 @@ def _triton(qkv, rope, kv, tables, positions, arrivals, heads, score: Score, win
         name="decode_attention",
         interpret=interpret,
     )(*given)
-    return out.reshape(rows, -1), kv, rest[-1] if rest else arrivals
-
-
-# ---- 4. the plain-JAX form -------------------------------------------------------------------------------------------
-def _xla(qkv, rope, kv, tables, positions, heads, score: Score, window, norms):
-    if qkv.ndim == 3:
-        qkv = jnp.sum(qkv, axis=0).astype(kv.dtype)
-    q, k, v = rotate_heads(*split_heads(qkv, kv, heads), rope, norms)
-    page_size = kv.shape[1]
-    pages = jnp.take_along_axis(tables, positions[:, None] // page_size, 1)[:, 0]
-    kv = write_tokens(kv, k, v, pages * page_size + positions % page_size)
-    return _attend_pages(q, kv, tables, positions, score, window).reshape(q.shape[0], -1), kv
-
-
-def _attend_pages(q, kv, tables, positions, score: Score, window: int | None) -> jax.Array:
-    """q [R, H, D] over all tokens up to each row's position: [R, H, D]."""
-    r, h, d = q.shape
-    _, page_size, _, k_heads, _ = kv.shape
-    c = chunk_pages(tables.shape[1], page_size, 256)
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % c)))  # a clamped slice would shift positions
-    s = c * page_size
-    q_rkgd = q.reshape(r, k_heads, h // k_heads, d)
-
-    def chunk(i):
-        pages = lax.dynamic_slice(tables, (0, i * c), (r, c))
-        kv_rs2kd = kv[pages].reshape(r, s, 2, k_heads, d)
-        mask_rs = visible(i * s + jnp.arange(s)[None], positions[:, None], window)
-        scores = score(jnp.einsum("rkgd,rskd->rkgs", q_rkgd, kv_rs2kd[:, :, 0], preferred_element_type=jnp.float32))
-        # a page may hold another request's leftovers: 0 * NaN would still be NaN
-        values = jnp.where(mask_rs[:, :, None, None], kv_rs2kd[:, :, 1], 0)
-        return scores, mask_rs[:, None, None, :], values
-
-    def weigh(p, values):
-        return jnp.einsum("rkgs,rskd->rkgd", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
-
-    out = online_softmax(positions.max() // s + 1, (r, k_heads, h // k_heads), d, chunk, weigh)
-    return out.reshape(r, h, d).astype(q.dtype)
+    begun = rest.pop() if adapters is not None else None
+    return out.reshape(rows, -1), kv, rest[-1] if rest else arrivals, begun

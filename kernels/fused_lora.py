@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,98 +22,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .arrivals import check_arrivals, when_last
+from .adapters import LINE, Adapters
+from .arrivals import when_last
 from .in_kernel import dot, full, padded_rows, positions
-from .lora_expand import lora_expand
-from .lora_items import FIELDS, ITEM
-from .lora_shrink import lora_shrink
-from .tuning import LoRATiles, lora_tiles, matmul_tiles
+from .lora_items import COUNT, FIELDS, FIRST, ITEM, RANKS, SLOT
+from .tuning import LoRATiles, lora_tiles
 
-LINE = 32  # counters in a cache line
 POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is NaN instead of a hang
 
 
-# ---- 1. operands -----------------------------------------------------------------------------------------------------
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["a", "b", "slot_ids", "items", "layer"],
-    meta_fields=["slices", "linear"],
-)
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of one linear in one step.
-
-    a [L, S, n*R, K] and b [L, S, R, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
-    [G, J * FIELDS]: of `work_items`; layer int32 scalar, an operand. slices: widths of the n output slices; linear: which of
-    the G lists is this linear's.
-    """
-
-    a: jax.Array
-    b: jax.Array
-    slot_ids: jax.Array
-    items: jax.Array
-    layer: jax.Array
-    slices: tuple[int, ...]
-    linear: int
-
-
-def adapter_counters(items: jax.Array, layers: int) -> int:
-    """How many counters of `new_arrivals` a step needs beside its pieces, for lists as `Adapters` holds them: at its end one an
-    item, zeros again after each kernel, and before them a line for each linear of each layer. Those count up once and stay:
-    they are new in every step, in which each linear is computed once."""
-    linears, room = items.shape[0], items.shape[1] // FIELDS
-    return room + layers * linears * LINE
-
-
-def fits_adapters(rows: int, inputs: int, slices: tuple[int, ...], dtype: Any) -> bool:
-    """Whether products of these sizes, which `skinny_matmul.fits` takes, may carry adapters. Not in float16, where h could
-    overflow; a tile of columns lies in one slice; more slices than four would not fit every card."""
-    if jnp.dtype(dtype) == jnp.float16 or len(slices) > 4:
-        return False
-    block_n = matmul_tiles(rows, inputs, sum(slices), jnp.dtype(dtype).itemsize, adapters=True).block_n
-    return not any(width % block_n for width in slices)
-
-
-def check_adapters(
-    op: str, adapters: Adapters, arrivals: Any, rows: int, inputs: int, outputs: int, dtype: Any
-) -> None:
-    """Raises: ValueError naming the operand."""
-    a, b, n = adapters.a, adapters.b, len(adapters.slices)
-    ok = a.ndim == b.ndim == 4 and a.shape[:2] == b.shape[:2] and a.shape[2] == n * b.shape[2]
-    if not ok or a.shape[3] != inputs or b.shape[3] != outputs:
-        raise ValueError(
-            f"{op}: needs a [L, S, {n} * R, {inputs}] and b [L, S, R, {outputs}], got {a.shape} and {b.shape}"
-        )
-    if a.dtype != dtype or b.dtype != dtype:
-        raise ValueError(f"{op}: a and b must have the dtype of the product ({dtype}), got {a.dtype} and {b.dtype}")
-    if sum(adapters.slices) != outputs or not fits_adapters(rows, inputs, adapters.slices, dtype):
-        raise ValueError(
-            f"{op}: slices {adapters.slices} of {dtype} must add up to {outputs}, as multiples of a tile (see fits_adapters)"
-        )
-    layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
-    items = adapters.items
-    if (
-        items.dtype != jnp.int32
-        or items.ndim != 2
-        or items.shape[1] % (4 * FIELDS)
-        or not 0 <= adapters.linear < items.shape[0]
-    ):
-        want = f"int32 [G > {adapters.linear}, J * {FIELDS}], J a multiple of 4"
-        raise ValueError(f"{op}: items must be {want}, got {items.dtype} {items.shape}")
-    check_arrivals(op, arrivals, adapter_counters(items, a.shape[0]))
-
-
-def plain_delta(x: jax.Array, adapters: Adapters) -> jax.Array:
-    """In plain JAX: what the adapters add to x @ w, float32 [T, N]."""
-    at = (adapters.slot_ids, adapters.layer)
-    h = lora_shrink(x, adapters.a, *at, implementation="xla")
-    zeros = jnp.zeros((x.shape[0], adapters.b.shape[3]), jnp.float32)
-    return lora_expand(zeros, h, adapters.b, *at, slices=adapters.slices, implementation="xla")
-
-
-# ---- 2. how the work is cut ------------------------------------------------------------------------------------------
+# ---- 1. how the work is cut ------------------------------------------------------------------------------------------
 class Plan(NamedTuple):
-    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product."""
+    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product. begun: parts
+    that h comes in, 0: this kernel shrinks."""
 
     slices: tuple[int, ...]
     linear: int
@@ -123,10 +43,11 @@ class Plan(NamedTuple):
     rank: int
     tiles: LoRATiles
     expanders: int
+    begun: int
 
     @property
     def shrinkers(self) -> int:
-        return self.tiles.groups * self.tiles.parts
+        return 0 if self.begun else self.tiles.groups * self.tiles.parts
 
     @property
     def width(self) -> int:
@@ -134,8 +55,16 @@ class Plan(NamedTuple):
         return max(16, 1 << (len(self.slices) * ITEM - 1).bit_length())
 
 
+def item_field(items, linear: int, field: int, j, mask=None) -> jax.Array:
+    """In a kernel: a field of one item j, or of an array of them."""
+    at = items.shape[1] // FIELDS * (ITEM + field) + j
+    if jnp.ndim(j) == 0:
+        return items[linear, at]
+    return plgpu.load(items.at[full(linear, j.shape), at], mask=mask, other=None if mask is None else 0)
+
+
 class Refs(NamedTuple):
-    """What a kernel sees of the adapters; sums and operand are scratch."""
+    """What a kernel sees of the adapters; sums and operand are scratch, None with `begun`, which then lies in a's place."""
 
     a: Any
     b: Any  # [L, S * R, N]
@@ -150,10 +79,10 @@ class Refs(NamedTuple):
 
     def field(self, i: int, j) -> jax.Array:
         """Of item j: its slot (0), first rank row (1), rank rows (2)."""
-        return self.items[self.plan.linear, self.plan.room * (ITEM + i) + j]
+        return item_field(self.items, self.plan.linear, i, j)
 
     def count(self) -> jax.Array:
-        return self.field(3, 0)
+        return self.field(COUNT, 0)
 
     def counter(self, j):
         """Of item j: its parts that are done."""
@@ -190,14 +119,20 @@ def with_adapters(
     rows, inputs, n = adapters.slot_ids.shape[0], adapters.a.shape[3], len(adapters.slices)
     room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)
     tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, waits=expanders > 0)
-    plan = Plan(adapters.slices, adapters.linear, padded, room, rank, tiles, expanders)
+    begun = adapters.begun
+    plan = Plan(
+        adapters.slices, adapters.linear, padded, room, rank, tiles, expanders, 0 if begun is None else begun.shape[0]
+    )
     b = adapters.b.reshape(layers, slots * rank, outputs)
-    more = (adapters.a, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
-    like, halves = jax.ShapeDtypeStruct, 2 if dtype.itemsize < 4 else 1
-    sums = like((room * tiles.parts, padded, plan.width), jnp.float32)
-    operand = like((n, halves, padded, room * ITEM), dtype)
+    first = adapters.a if begun is None else begun
+    more = (first, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
+    like, halves = jax.ShapeDtypeStruct, _halves(dtype)
+    results = [like(arrivals.shape, arrivals.dtype)]
+    if begun is None:
+        results.append(like((room * tiles.parts, padded, plan.width), jnp.float32))
+        results.append(like((n, halves, padded, room * ITEM), dtype))
     programs = plan.shrinkers + grid[0] * grid[1] + expanders
-    return Call((*given, *more), (like(arrivals.shape, arrivals.dtype), sums, operand), (programs,), plan)
+    return Call((*given, *more), tuple(results), (programs,), plan)
 
 
 def split_refs(
@@ -208,7 +143,8 @@ def split_refs(
         return refs[:given], refs[given:], None
     end = given + 6 + results
     a, b, slot_ids, items, layer, _ = refs[given : given + 6]
-    counters, sums, operand = refs[end:]
+    counters, *scratch = refs[end:]
+    sums, operand = scratch or (None, None)
     adapters = Refs(a, b, slot_ids, items, layer, sums, operand, counters, plan, interpret)
     return refs[:given], refs[end - results : end], adapters
 
@@ -219,13 +155,14 @@ def run(
     """A kernel's body, in the grid of `with_adapters`: shrinks, or product(tile, part), or expand_tile(tile)."""
     pid = pl.program_id(0)
     begin, end = refs.plan.shrinkers, refs.plan.shrinkers + tiles * parts
-    pl.when(pid < begin)(lambda: _shrink(x, refs, pid))
+    if begin:
+        pl.when(pid < begin)(lambda: _shrink(x, refs, pid))
     pl.when((pid >= begin) & (pid < end))(lambda: product(lax.rem(pid - begin, tiles), lax.div(pid - begin, tiles)))
     if expand_tile is not None:
         pl.when(pid >= end)(lambda: expand_tile(pid - end))
 
 
-# ---- 3. in a kernel --------------------------------------------------------------------------------------------------
+# ---- 2. in a kernel --------------------------------------------------------------------------------------------------
 def _shrink(x, refs: Refs, pid) -> None:
     """Program (group, part): one part of K of every groups-th item."""
     groups, parts = refs.plan.tiles.groups, refs.plan.tiles.parts
@@ -242,7 +179,7 @@ def _shrink(x, refs: Refs, pid) -> None:
 def _shrink_item(x, refs: Refs, j, part, count) -> None:
     plan = refs.plan
     (rows, inputs), n, block_k = x.shape, len(plan.slices), plan.tiles.block_k
-    slot, first_rank, ranks = (refs.field(i, j) for i in range(3))
+    slot, first_rank, ranks = (refs.field(i, j) for i in (SLOT, FIRST, RANKS))
     steps = layout.cdiv(inputs // block_k, plan.tiles.parts)
     shape = (plan.padded, plan.width)
     row, column = positions(shape)
@@ -277,10 +214,14 @@ def _shrink_item(x, refs: Refs, j, part, count) -> None:
     when_last(refs.counters, refs.counter(j), plan.tiles.parts, finish, interpret=refs.interpret)
 
 
-def _halves(h, operand) -> list[jax.Array]:
-    """h in the operand's dtype, and with fewer bits than float32 what that leaves of it."""
-    high = h.astype(operand.dtype)
-    return [high, (h - high.astype(jnp.float32)).astype(operand.dtype)][: operand.shape[1]]
+def _halves(dtype: Any) -> int:
+    return 2 if dtype.itemsize < 4 else 1
+
+
+def _split(h, dtype) -> list[jax.Array]:
+    """h in a dtype, and with fewer bits than float32 what that leaves of it."""
+    high = h.astype(dtype)
+    return [high, (h - high.astype(jnp.float32)).astype(dtype)][: _halves(dtype)]
 
 
 def _put_operand(h, refs: Refs, j, count) -> None:
@@ -289,7 +230,7 @@ def _put_operand(h, refs: Refs, j, count) -> None:
     row, column = positions(h.shape)
     at_slice, r = lax.div(column, ITEM), lax.rem(column, ITEM)
     inside = at_slice < len(plan.slices)
-    halves = _halves(h, operand)
+    halves = _split(h, operand.dtype)
 
     def put(q: int, columns, value, mask) -> None:
         plgpu.store(operand.at[at_slice, full(q, h.shape), row, columns], value, mask=mask)
@@ -326,6 +267,26 @@ def _h(refs: Refs, at_slice, column0) -> list[jax.Array]:
     return [plgpu.load(refs.operand.at[at(q)]) for q in range(refs.operand.shape[1])]
 
 
+def _begun(refs: Refs) -> list[jax.Array]:
+    """h [padded T, max(16, R)] of every row's own adapter, and what that leaves of it."""
+    row, r = positions((refs.plan.padded, refs.a.shape[2]))
+    there = row < refs.slot_ids.shape[0]
+    parts = [plgpu.load(refs.a.at[full(c, row.shape), row, r], mask=there, other=0) for c in range(refs.plan.begun)]
+    return _split(functools.reduce(jnp.add, parts), refs.b.dtype)
+
+
+def _placed(begun: list[jax.Array], refs: Refs, column0, count) -> list[jax.Array]:
+    """As `_h`, from `_begun`: each row's h in the columns of its own items."""
+    row, column = positions((refs.plan.padded, refs.plan.tiles.chunk), column0)
+    rank_row, of_column = positions((begun[0].shape[1], refs.plan.tiles.chunk), column0)
+    ids = plgpu.load(refs.slot_ids.at[row], mask=row < refs.slot_ids.shape[0], other=-1)
+    own = (column < count * ITEM) & (refs.field(SLOT, lax.div(column, ITEM)) == ids)
+    here = rank_row == refs.field(FIRST, lax.div(of_column, ITEM)) + lax.rem(of_column, ITEM)
+    # One product with ones and zeros moves columns, exactly; the choice keeps out rows that nobody wrote.
+    moved = [dot(half, here.astype(half.dtype)) for half in begun]
+    return [jnp.where(own, half, 0.0).astype(refs.b.dtype) for half in moved]
+
+
 def expand_alone(starts: tuple, block_n: int, refs: Refs) -> tuple[jax.Array, ...]:
     """`expand` of zeros."""
     zeros = jnp.zeros((refs.plan.padded, block_n), jnp.float32)
@@ -336,7 +297,8 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
     """sums + h @ B: float32 [padded T, columns] each, for the columns from each of `starts` on."""
     plan = refs.plan
     block_n, chunk, count = sums[0].shape[1], plan.tiles.chunk, refs.count()
-    finished = _finished(refs)
+    begun = _begun(refs) if plan.begun else None
+    finished = True if plan.begun else _finished(refs)
     offsets = layout.slice_offsets(plan.slices)
 
     def body(i, sums):
@@ -348,10 +310,11 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
             at_slice = functools.reduce(jnp.add, [jnp.int32(0), *((start >= o).astype(jnp.int32) for o in offsets[1:])])
             at = (full(refs.layer[0], r.shape), jnp.broadcast_to(b_row[:, None], r.shape), start + c)
             b_rn = plgpu.load(refs.b.at[at], mask=column0 + r < count * ITEM, other=0)
-            for h in _h(refs, at_slice, column0):
+            chunks = _h(refs, at_slice, column0) if begun is None else _placed(begun, refs, column0, count)
+            for h in chunks:
                 total = total + dot(h, b_rn)
             out.append(total)
         return tuple(out)
 
     sums = lax.fori_loop(0, pl.cdiv(count * ITEM, chunk), body, sums)
-    return tuple(jnp.where(finished, total, jnp.nan) for total in sums)
+    return sums if plan.begun else tuple(jnp.where(finished, total, jnp.nan) for total in sums)

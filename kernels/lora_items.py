@@ -13,6 +13,9 @@ from .lora_layout import cdiv
 
 ITEM = 16  # rank rows
 FIELDS = ITEM + 4  # numbers an item takes in a list of them
+SLOT, FIRST, RANKS, COUNT = range(
+    4
+)  # fields behind the rows of B: of an item its slot, first rank row, rank rows; of the list
 
 
 def most_items(slots: int, rank: int) -> int:

@@ -17,9 +17,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import fused_lora as lora
 from . import lora_layout as layout
+from .adapters import Adapters, adapter_counters, check_adapters
 from .arrivals import check_arrivals, when_last
 from .deferred_norm import DeferredNorm
-from .fused_lora import Adapters
 from .in_kernel import padded_rows, positions
 from .skinny_matmul import accumulate, check_product, fits, plain_product
 from .tuning import matmul_tiles
@@ -63,8 +63,8 @@ def residual_matmul(
             raise ValueError(f"residual_matmul: {name} must be {y.dtype} {shape}, got {given.dtype} {given.shape}")
     more = 0
     if adapters is not None:
-        lora.check_adapters("residual_matmul", adapters, arrivals, rows, w.shape[0], outputs, w.dtype)
-        more = lora.adapter_counters(adapters.items, adapters.a.shape[0])
+        check_adapters("residual_matmul", adapters, arrivals, rows, w.shape[0], outputs, w.dtype)
+        more = adapter_counters(adapters.items, adapters.a.shape[0])
     check_arrivals("residual_matmul", arrivals, outputs // 64 + more)
     if implementation == "xla":
         x = x + plain_product(y, w, adapters).astype(x.dtype)

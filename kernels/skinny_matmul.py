@@ -17,8 +17,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import fused_lora as lora
 from . import lora_layout as layout
+from .adapters import Adapters, check_adapters, plain_delta
 from .deferred_norm import DeferredNorm, Normed, inverse_of
-from .fused_lora import Adapters
 from .in_kernel import dot, padded_rows, positions
 from .tuning import matmul_tiles
 
@@ -64,7 +64,7 @@ def skinny_lora_matmul(
     layout.check_implementation("skinny_lora_matmul", implementation)
     check_product("skinny_lora_matmul", x, w, w.shape[-1])
     (inputs, outputs), rows = w.shape, x.shape[0]
-    lora.check_adapters("skinny_lora_matmul", adapters, arrivals, rows, inputs, outputs, w.dtype)
+    check_adapters("skinny_lora_matmul", adapters, arrivals, rows, inputs, outputs, w.dtype)
     if implementation == "xla":
         return plain_product(x, w, adapters)[None], arrivals
     return _triton(x, w, adapters, arrivals, interpret=interpret)
@@ -75,7 +75,7 @@ def plain_product(x: Normed, w: jax.Array, adapters: Adapters | None = None) -> 
     if isinstance(x, DeferredNorm):
         return plain_product(x.scaled, w, adapters) * x.inverse()
     y = jnp.dot(x, w, preferred_element_type=jnp.float32)
-    return y if adapters is None else y + lora.plain_delta(x, adapters)
+    return y if adapters is None else y + plain_delta(x, adapters)
 
 
 def check_product(op: str, x: Normed, w: jax.Array, outputs: int, name: str = "x") -> None:

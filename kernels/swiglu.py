@@ -18,8 +18,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import fused_lora as lora
 from . import lora_layout as layout
+from .adapters import Adapters, check_adapters
 from .deferred_norm import Normed, inverse_of
-from .fused_lora import Adapters
 from .in_kernel import padded_rows, positions
 from .skinny_matmul import accumulate, check_product, operands, plain_product
 from .tuning import swiglu_tiles
@@ -55,7 +55,7 @@ def lora_swiglu(
     """
     _check("lora_swiglu", x, w, implementation)
     (inputs, outputs), rows = w.shape, x.shape[0]
-    lora.check_adapters("lora_swiglu", adapters, arrivals, rows, inputs, outputs, w.dtype)
+    check_adapters("lora_swiglu", adapters, arrivals, rows, inputs, outputs, w.dtype)
     return _swiglu(x, w, adapters, arrivals, implementation, interpret)
 
 

@@ -7,10 +7,12 @@ writes both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-from lora_jax.kernels.decode_attention import decode_attention
+from lora_jax.kernels.adapters import Adapters
+from lora_jax.kernels.decode_attention import decode_attention, lora_decode_attention
 from lora_jax.kernels.prefill_attention import prefill_attention
 from lora_jax.kernels.rope_cache import HeadNorms, rope_to_cache
 
@@ -43,22 +45,16 @@ class DecodeInputs:
         heads: int,
         window: int | None,
         norms: HeadNorms | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """qkv [R, C] or partial sums [S, R, C] -> (heads' outputs [R, H * D], kv with the new tokens, arrivals):
+        adapters: Adapters | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters | None]:
+        """qkv [R, C] or partial sums [S, R, C] -> (heads' outputs [R, H * D], kv with the new tokens, arrivals, adapters begun):
         `decode_attention`."""
-        return decode_attention(
-            qkv,
-            rope,
-            kv,
-            self.block_tables,
-            self.positions,
-            arrivals,
-            heads=heads,
-            scale=kv.shape[-1] ** -0.5,
-            window=window,
-            norms=norms,
-            implementation=self.implementation,
-        )
+        given = (qkv, rope, kv, self.block_tables, self.positions, arrivals)
+        how: dict[str, Any] = dict(heads=heads, scale=kv.shape[-1] ** -0.5, window=window, norms=norms)
+        how["implementation"] = self.implementation
+        if adapters is None:
+            return *decode_attention(*given, **how), None
+        return lora_decode_attention(*given, adapters, **how)
 
 
 @dataclass(frozen=True)
@@ -84,8 +80,9 @@ class PrefillInputs:
         heads: int,
         window: int | None,
         norms: HeadNorms | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """qkv [T, C] -> (heads' outputs [T, H * D], kv with the new tokens, arrivals as they were)."""
+        adapters: Adapters | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters | None]:
+        """qkv [T, C] -> (heads' outputs [T, H * D], kv with the new tokens, arrivals and adapters as they were)."""
         q, kv = rope_to_cache(qkv, rope, kv, self.index, heads=heads, norms=norms, implementation=self.implementation)
         out = prefill_attention(
             q,
@@ -98,4 +95,4 @@ class PrefillInputs:
             window=window,
             implementation=self.implementation,
         )
-        return out.reshape(out.shape[0], -1), kv, arrivals
+        return out.reshape(out.shape[0], -1), kv, arrivals, adapters

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 from lora_jax.kernels import lora_expand, lora_shrink
-from lora_jax.kernels.fused_lora import Adapters, fits_adapters
+from lora_jax.kernels.adapters import Adapters, fits_adapters
 
 from ..errors import ConfigError
 from .sites import GroupShape, LoRASite, decoder_linears

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from lora_jax.kernels.adapters import Adapters, adapter_counters
 from lora_jax.kernels.cases import MODELS, Linear
-from lora_jax.kernels.fused_lora import Adapters, adapter_counters
 from lora_jax.kernels.lora_items import FIELDS, ITEM, most_items
 from lora_jax.kernels.residual_matmul import MAX_ROWS, fits_residual, residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_lora_matmul

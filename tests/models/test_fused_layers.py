@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lora_jax.kernels.decode_attention import decode_attention
+from lora_jax.kernels.decode_attention import decode_attention, lora_decode_attention
 from lora_jax.kernels.lora_items import most_items, work_items
 
 from lora_jax.kv_cache import DecodeInputs
@@ -27,16 +27,21 @@ from lora_jax.step import ModelDef
 CONFIG = dataclasses.replace(known_shape("tiny"), num_layers=3, layer_windows=(None,) * 3)
 OPS = ("add_rms_norm", "skinny_matmul", "skinny_lora_matmul", "swiglu", "lora_swiglu", "residual_matmul")
 SLOTS, RANK = 3, 8
+BEGUN: list[int] = []  # rows of each attention that began adapters
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused(DecodeInputs):
     """As on a GPU, but for what computes."""
 
-    def attend(self, qkv, rope, kv, *, arrivals, **how):
+    def attend(self, qkv, rope, kv, *, arrivals, adapters=None, **how):
         assert arrivals is not None and arrivals.shape[0] >= self.positions.shape[0] * kv.shape[3]
         given = qkv, rope, kv, self.block_tables, self.positions, arrivals
-        return decode_attention(*given, scale=kv.shape[-1] ** -0.5, implementation="xla", **how)
+        how |= dict(scale=kv.shape[-1] ** -0.5, implementation="xla")
+        if adapters is None:
+            return *decode_attention(*given, **how), None
+        BEGUN.append(self.positions.shape[0])
+        return lora_decode_attention(*given, adapters, **how)
 
 
 @pytest.fixture(params=[dict(implementation="xla")], ids=["plain-jax"])

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from lora_jax.kernels.adapters import LINE, Adapters, adapter_counters
 from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.deferred_norm import DeferredNorm
-from lora_jax.kernels.fused_lora import LINE, Adapters, adapter_counters
 from lora_jax.kernels.lora_items import FIELDS, ITEM, most_items, work_items
 from lora_jax.kernels.residual_matmul import residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_lora_matmul
