@@ -145,7 +145,7 @@ def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *
     block_k = most // (1 if itemsize < 4 else 2)
     while inputs % block_k:
         block_k //= 2
-    part = 512 if inputs <= 4096 and not (many and waits) else 1024
+    part = 512 if inputs <= 4096 and many != waits else 1024
     parts = max(1, min(16, cdiv(inputs, part), inputs // block_k))
     return LoRATiles(min(items, 8), parts, block_k, 32 if many and (slices == 3 or itemsize == 4) else 64)
 
