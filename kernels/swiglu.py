@@ -120,7 +120,7 @@ def _triton(
 ) -> tuple[jax.Array, Any]:
     given, eps = operands(x)
     rows, outputs = given[0].shape[0], w.shape[1] // 2
-    tiles = swiglu_tiles(w.dtype.itemsize)
+    tiles = swiglu_tiles(rows, w.shape[0], outputs, w.dtype.itemsize)
     call = lora.with_adapters(adapters, arrivals, (*given, w), (outputs // tiles.block_n, 1), 0)
     out, *rest = pl.pallas_call(
         functools.partial(

@@ -1,4 +1,5 @@
-"""Tile sizes from shapes alone: one rule for every card, no table, no count of multiprocessors.
+"""Tile sizes from shapes alone: one rule for every card, no count of multiprocessors. What was measured on a card comes first
+(`tuned.rule`).
 
 The rules are sized for the smallest card (99 KB of shared memory a block: L4, RTX 4090) and for enough programs to fill
 the largest. Tests compile every shape of cases.py for both kinds.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .lora_layout import cdiv
+from .tuned import rule
 
 ROWS_ONE_BY_ONE = 64  # up to here one row a program; above, tiles of rows with tensor-core products
 ROW_PROGRAMS = 1024  # wanted in a grid of the one-row form: its programs are short, latency counts
@@ -60,6 +62,7 @@ def _warps(elements: int) -> int:
     return _clamp_power(elements // 2048, 1, 4)
 
 
+@rule
 def shrink_tiles(rows: int, size: int, ranks: int, itemsize: int) -> ShrinkTiles:
     """rows T, size K, ranks C = n*R (any number: blocks of its largest power-of-two divisor, at most 256)."""
     block_t, block_c = _row_block(rows, itemsize), min(ranks & -ranks, 256)
@@ -78,6 +81,7 @@ def shrink_tiles(rows: int, size: int, ranks: int, itemsize: int) -> ShrinkTiles
     return ShrinkTiles(block_t, block_c, block_k, steps, cdiv(blocks, steps), warps, num_stages=3)
 
 
+@rule
 def expand_tiles(rows: int, slices: tuple[int, ...], rank: int, itemsize: int) -> ExpandTiles:
     """rows T, slices: output widths, rank R (a power of two)."""
     block_t, widest = _row_block(rows, itemsize), max(_ceil_power(max(slices)), 16)
@@ -104,6 +108,7 @@ MATMUL_PROGRAMS_MANY = 96  # with many rows, which every tile of columns reads a
 SHORTEST_PART = 1024  # inputs a program: below, the partial sums cost more than more programs win
 
 
+@rule
 def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int, adapters: bool = False) -> MatmulTiles:
     """rows R (at most 64), inputs K and outputs N, multiples of 64. adapters: leave room for the programs of `fused_lora`.
     Measured on an H200 (docs/performance.md)."""
@@ -121,8 +126,10 @@ def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int, adapters: 
     return MatmulTiles(block_n, block_k, parts, num_warps=4, num_stages=stages)
 
 
-def swiglu_tiles(itemsize: int) -> MatmulTiles:
-    """Of at most 64 rows; block_n columns of each half. Measured on an H200 (docs/performance.md)."""
+@rule
+def swiglu_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulTiles:
+    """rows R (at most 64), inputs K, outputs F: columns of each half, of which a program takes block_n of both. Measured on an
+    H200 (docs/performance.md)."""
     return MatmulTiles(64, 64 if itemsize < 4 else 32, 1, num_warps=4, num_stages=4)
 
 
@@ -136,6 +143,7 @@ class LoRATiles:
     chunk: int
 
 
+@rule
 def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *, waits: bool) -> LoRATiles:
     """rows T, inputs K (a multiple of 64), slices n, items J. waits: whether programs wait for the shrink from the start, rather
     than in the middle of their own work. Measured on an H200 (docs/performance.md)."""
@@ -176,6 +184,7 @@ KEYS_AND_VALUES = 64 << 10  # bytes of one step in shared memory
 WHOLE_CONTEXT = 256  # tokens: up to here putting parts together costs more than they save
 
 
+@rule
 def attention_tiles(rows: int, kv_heads: int, group: int, tokens: int, head_dim: int, itemsize: int) -> AttentionTiles:
     """rows R, kv_heads K, group G query heads a KV head, tokens: the longest context that the block tables can hold."""
     programs, parts = rows * kv_heads, 1

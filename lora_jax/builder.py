@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from .compile_cache import one_warning, use_compilation_cache
 from .config import CacheConfig, EngineArgs, LoRAConfig, SchedulerConfig
 from .device import DeviceSetup, compiler_options, free_memory, set_up_device
+from .dispatch import StepTable
 from .errors import AdapterError, ConfigError, ModelLoadError
 from .log import log
 from .lora.adapter import Adapter, peek_rank, read_adapter
@@ -29,6 +31,7 @@ from .models.shapes import SHAPES, known_shape
 from .runtime import Runtime
 from .spec import RuntimeSpec, build_table, fixed_bytes, make_spec
 from .step import Params
+from .tiles import TileTable, stored_tiles
 from .tokenizer import Tokenizer
 
 CPU_KV_LIMIT = 4 << 30  # bytes of KV pages taken on CPU without being asked for
@@ -82,7 +85,7 @@ def _build(args: EngineArgs, weights: Built | None) -> Built:
     base_tensor = _base_tensor(checkpoint)
     adapters = [read_for(spec, base_tensor, *_name_and_path(item)) for item in args.lora_modules]
     params = _load(args, source.config, spec, checkpoint) if weights is None else weights.params
-    table = _compile(args, spec, params)
+    spec, table = _compile(args, spec, params)
     plan = check_programs(plan, table.temp_bytes())
     log.info("memory plan:\n%s\nmax_model_len=%d", plan, plan.max_model_len)
     text = tokenizer.token_text if tokenizer is not None else lambda token: None
@@ -184,28 +187,11 @@ def _plan(
 ) -> tuple[RuntimeSpec, MemoryPlan]:
     """Sizes first, with a cache of one page, then the cache that fits. shared: the weights are there already."""
     model = source.config
-    seqs = args.max_num_seqs or (64 if setup.is_gpu else 8)
-    budget = args.max_num_batched_tokens or (2048 if setup.is_gpu else 512)
     cache = use_compilation_cache(args.compilation_cache_dir)
+    tiles = stored_tiles(cache, setup)
 
     def spec_for(num_pages: int, max_model_len: int) -> RuntimeSpec:
-        return make_spec(
-            model,
-            dtype,
-            setup,
-            SchedulerConfig(
-                seqs,
-                min(budget, max_model_len * seqs),
-                max_model_len,
-                args.specialize_lora,
-                token_bucket_growth=2 if setup.is_gpu else 4,  # a GPU's programs compile sooner and save more
-            ),
-            CacheConfig(args.page_size, num_pages),
-            lora,
-            max_logprobs=args.max_logprobs,
-            seed=args.seed,
-            compiler_options=compiler_options(setup, args.enable_command_buffers, cache),
-        )
+        return _spec(args, model, setup, dtype, lora, cache, tiles, num_pages, max_model_len)
 
     positions = model.max_position_embeddings
     if args.max_model_len and args.max_model_len > positions:
@@ -219,13 +205,56 @@ def _plan(
         sizes,
         limit=free_memory(setup, args.gpu_memory_utilization),
         page_size=args.page_size,
-        max_num_seqs=seqs,
+        max_num_seqs=draft.builder.scheduler.max_num_seqs,
         model_positions=positions,
         max_model_len=args.max_model_len,
         num_pages=args.num_pages,
         kv_limit=None if setup.is_gpu else CPU_KV_LIMIT,
     )
     return spec_for(plan.num_pages, plan.max_model_len), plan
+
+
+def _spec(
+    args: EngineArgs,
+    model: ModelConfig,
+    setup: DeviceSetup,
+    dtype: Any,
+    lora: LoRAConfig | None,
+    cache: str | None,
+    tiles: TileTable,
+    num_pages: int,
+    max_model_len: int,
+) -> RuntimeSpec:
+    seqs = args.max_num_seqs or (64 if setup.is_gpu else 8)
+    budget = args.max_num_batched_tokens or (2048 if setup.is_gpu else 512)
+    return make_spec(
+        model,
+        dtype,
+        setup,
+        SchedulerConfig(
+            seqs,
+            min(budget, max_model_len * seqs),
+            max_model_len,
+            args.specialize_lora,
+            token_bucket_growth=2 if setup.is_gpu else 4,  # a GPU's programs compile sooner and save more
+        ),
+        CacheConfig(args.page_size, num_pages),
+        lora,
+        max_logprobs=args.max_logprobs,
+        seed=args.seed,
+        compiler_options=compiler_options(setup, args.enable_command_buffers, cache),
+        tiles=tiles,
+    )
+
+
+def one_layer_spec(args: EngineArgs, setup: DeviceSetup, cache: str | None, tiles: TileTable) -> RuntimeSpec:
+    """Of the first layer of the model that `args` name, with the engine's sizes and without a plan of its memory.
+    Raises: ConfigError, ModelLoadError, AdapterError."""
+    model = find_model(args).config
+    model = dataclasses.replace(model, num_layers=1, layer_windows=model.layer_windows[:1])
+    dtype, lora = _dtype(args, model, setup), _lora_config(args)
+    length = args.max_model_len or model.max_position_embeddings
+    return _spec(args, model, setup, dtype, lora, cache, tiles, 2, length)
 
 
 def _estimate_programs(spec: RuntimeSpec) -> int:
@@ -251,7 +280,20 @@ def _load(args: EngineArgs, model: ModelConfig, spec: RuntimeSpec, checkpoint: C
     return tuple(arrays[path] for path in spec.definition.paths)
 
 
-def _compile(args: EngineArgs, spec: RuntimeSpec, params: Any):
+def _compile(args: EngineArgs, spec: RuntimeSpec, params: Any) -> tuple[RuntimeSpec, StepTable]:
+    """The table, and the spec it was made from: without measured tiles where steps do not compile with them. Plain steps give them
+    up for their own sake alone, so that they stay those of an engine without LoRA."""
+    fewer = [dict(lora_tiles=TileTable())] if spec.lora else []
+    for changes in [*fewer, dict(tiles=TileTable(), lora_tiles=TileTable())] if spec.tiles.entries else ():
+        try:
+            return spec, _compile_all(args, spec, params)
+        except Exception as e:
+            log.warning("tiles: not every step compiles with the measured ones, trying fewer of them: %s", str(e)[:500])
+        spec = dataclasses.replace(spec, **changes)
+    return spec, _compile_all(args, spec, params)
+
+
+def _compile_all(args: EngineArgs, spec: RuntimeSpec, params: Any) -> StepTable:
     with _bar(args, "compiling steps", len(spec.keys)) as progress:
         return build_table(spec, params, threads=max(2, os.cpu_count() or 2), progress=progress)
 

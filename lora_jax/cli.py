@@ -63,7 +63,8 @@ def _run(argv: list[str]) -> int:
         bench.add_subcommands(bench_parser)
         options = parser.parse_all(argv)
         options.argv = tuple(argv)  # a result tells how it was made
-        if hasattr(options, "model_tag") and model_of(options) == DEMO:
+        models = {getattr(options, "model_tag", None), getattr(options, "model", None)}
+        if DEMO in models and model_of(options) == DEMO:
             assets = importlib.import_module("lora_jax.demo.assets").prepare()
             options.model_tag, options.model = None, assets.model_path
         return bench.run(options)

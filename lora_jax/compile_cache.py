@@ -26,17 +26,18 @@ _UNREADABLE = "persistent compilation cache"  # in what JAX warns of, one warnin
 def use_compilation_cache(folder: str | None) -> str | None:
     """Point JAX's persistent compilation cache at `folder` (None: the user's cache folder, "": no cache); a cache that the
     process has configured already is left alone. Returns the folder in use."""
-    if folder == "":
-        return None
-    if configured := _configured():
-        return configured
-    path = folder or _default_cache()
-    if path is None:
+    path = cache_folder(folder)
+    if path is not None and not _configured():
+        jax.config.update("jax_compilation_cache_dir", path)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if path is None and folder is None:
         log.warning("no compilation cache: there is no home folder; name one with compilation_cache_dir")
-        return None
-    jax.config.update("jax_compilation_cache_dir", path)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return path
+
+
+def cache_folder(folder: str | None) -> str | None:
+    """The folder that `use_compilation_cache` takes, without taking it."""
+    return None if folder == "" else _configured() or folder or _default_cache()
 
 
 def _configured() -> str | None:

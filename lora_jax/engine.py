@@ -376,6 +376,7 @@ class Engine:
                 **self._counts,
                 loras=[a.name for a in self._slots.adapters()] if self._slots else [],
                 compilations_after_warmup=compilations() - self._compiled_at_start,
+                tuned_tiles=len(self._runtime.spec.tiles.entries),
             )
 
     def check_integrity(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from .sampling import (
 from .sampling_inputs import RowSettings
 from .step import ModelDef, lora_steps, plain_steps
 from .step_keys import StepKey, step_keys
+from .tiles import TileTable, traced_with
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class LoRARuntime:
 
 @dataclass(frozen=True)
 class RuntimeSpec:
-    """All that decides the programs."""
+    """All that decides the programs. tiles: the measured ones, of the plain steps; lora_tiles: of the steps with adapters."""
 
     setup: DeviceSetup
     model: ModelConfig
@@ -64,6 +66,8 @@ class RuntimeSpec:
     max_logprobs: int
     seed: int
     compiler_options: dict[str, object]
+    tiles: TileTable = field(default_factory=TileTable)
+    lora_tiles: TileTable = field(default_factory=TileTable)
 
     @property
     def keys(self) -> list[StepKey]:
@@ -85,6 +89,7 @@ def make_spec(
     max_logprobs: int = 20,
     seed: int = 0,
     compiler_options: dict[str, object] | None = None,
+    tiles: TileTable | None = None,
 ) -> RuntimeSpec:
     """Raises ConfigError when lora.target_modules names a module that the model does not have."""
     plain = ModelDef.of(abstract_model(model, dtype))
@@ -98,6 +103,7 @@ def make_spec(
         max_logprobs,
         seed,
         compiler_options or {},
+        *(tiles or TileTable(),) * 2,
     )
 
 
@@ -206,7 +212,12 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
         "prompt_logprobs": model_entry,
         "sample": sample_entry,
     }
-    return {key: kinds.get(key.phase, state_entry)(key) for key in spec.keys}
+
+    def tiled(key: StepKey) -> Entry:
+        entry = kinds.get(key.phase, state_entry)(key)
+        return dataclasses.replace(entry, fn=traced_with(entry.fn, spec.lora_tiles if key.lora else spec.tiles))
+
+    return {key: tiled(key) for key in spec.keys}
 
 
 def build_table(spec: RuntimeSpec, params: Any, *, threads: int, progress: Callable[[Any], None]) -> StepTable:

@@ -177,17 +177,17 @@ def test_rounds_alternate():
 @pytest.mark.parametrize(("op", "case"), [("shrink", RAGGED), ("expand", RAGGED), ("attention", TINY)])
 def test_values_that_are_not_finite_are_an_error(op, case, setup, monkeypatch):
     assert "us" in kernels.measure(op, case, setup, 1, {"triton": "needs a GPU"})["xla"]
-    monkeypatch.setattr(kernel_timing, "_values", lambda shape, dtype, seed: jnp.full(shape, jnp.nan, dtype))
+    monkeypatch.setattr(kernel_timing, "values", lambda shape, dtype, seed: jnp.full(shape, jnp.nan, dtype))
     with pytest.raises(LoraJaxError, match="not finite"):
         kernels.measure(op, case, setup, 1, {"triton": "needs a GPU"})
 
 
 def test_values_are_small_and_differ():
     for dtype in ("float32", "bfloat16", "float16"):
-        some = np.asarray(kernel_timing._values((64, 100), dtype, 1), np.float64)
+        some = np.asarray(kernel_timing.values((64, 100), dtype, 1), np.float64)
         assert np.abs(some).max() <= 0.0501 and some.std() == pytest.approx(0.1 / 12**0.5, rel=0.1)
         assert len(np.unique(some)) > 500
-        assert not np.array_equal(some, np.asarray(kernel_timing._values((64, 100), dtype, 2), np.float64))
+        assert not np.array_equal(some, np.asarray(kernel_timing.values((64, 100), dtype, 2), np.float64))
 
 
 # ---- what is reported ----

@@ -22,6 +22,7 @@ from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.cases import AttentionCase, Case
 from lora_jax.kernels.decode_attention import decode_attention
 from lora_jax.kernels.lora_layout import padded_rank
+from lora_jax.kernels.tuned import RULES, Key, TileTable, tiles_in_use
 
 from ..device import DeviceSetup, compiler_options
 
@@ -51,16 +52,16 @@ class Timing:
     host_bound: bool
 
 
-def _values(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+def values(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
     """Cheap numbers in [-0.05, 0.05): a hash of the index. (Zeros would let a card draw less power, and run faster.)"""
+    return _hashed(jnp.uint32(seed), shape=shape, dtype=dtype)
 
-    @jax.jit
-    def make(start):
-        i = jax.lax.iota(jnp.uint32, prod(shape)) * jnp.uint32(2654435761) + start
-        i = (i ^ (i >> 15)) * jnp.uint32(2246822519)
-        return (((i >> 16).astype(jnp.float32) / 65536 - 0.5) * 0.1).astype(dtype).reshape(shape)
 
-    return make(jnp.uint32(seed))
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _hashed(start: jax.Array, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    i = jax.lax.iota(jnp.uint32, prod(shape)) * jnp.uint32(2654435761) + start
+    i = (i ^ (i >> 15)) * jnp.uint32(2246822519)
+    return (((i >> 16).astype(jnp.float32) / 65536 - 0.5) * 0.1).astype(dtype).reshape(shape)
 
 
 def _repeats(wanted: int, each: int, limit: int) -> int:
@@ -97,17 +98,17 @@ def operands(op: str, case: Any, implementations: Sequence[str], rotation: int, 
     numbers = [i % copies for i in range(-(-copies // calls) * calls)]
     if op == "attention":
         return dict.fromkeys(implementations, _attention(case, copies, numbers))
-    weights = _values((copies, case.slots, *_adapter_shape(op, case)), case.dtype, 1)
+    weights = values((copies, case.slots, *_adapter_shape(op, case)), case.dtype, 1)
     ids, layers = jnp.asarray(case.slot_ids()), [jnp.int32(i) for i in numbers]
-    x = _values((case.rows, case.linear.inputs), case.dtype, 2)
+    x = values((case.rows, case.linear.inputs), case.dtype, 2)
     if op == "shrink":
         return dict.fromkeys(implementations, Operands((x, weights, ids), layers, []))
-    y = [_values((case.rows, sum(case.linear.slices)), case.dtype, 3)]
+    y = [values((case.rows, sum(case.linear.slices)), case.dtype, 3)]
     a = jax.ShapeDtypeStruct((1, case.slots, *_adapter_shape("shrink", case)), x.dtype)
     out = {}
     for name in implementations:  # each makes its own number of partial sums
         shape = jax.eval_shape(functools.partial(lora_shrink, implementation=name), x, a, ids, layers[0]).shape
-        out[name] = Operands((_values(shape, "float32", 4), weights, ids), layers, y)
+        out[name] = Operands((values(shape, "float32", 4), weights, ids), layers, y)
     return out
 
 
@@ -115,9 +116,9 @@ def _attention(case: AttentionCase, copies: int, numbers: Sequence[int]) -> Oper
     """Full contexts, in pages scattered over a pool that holds `copies` batches."""
     pages = np.random.default_rng(0).permutation(copies * case.rows * case.pages).astype(np.int32)
     tables = [jnp.asarray(t) for t in pages.reshape(copies, case.rows, case.pages)]
-    kv = _values((pages.size, case.page_size, 2, case.kv_heads, case.head_dim), case.dtype, 1)
-    qkv = _values((case.rows, (case.heads + 2 * case.kv_heads) * case.head_dim), case.dtype, 2)
-    angles = _values((case.rows, case.head_dim // 2), "float32", 3)
+    kv = values((pages.size, case.page_size, 2, case.kv_heads, case.head_dim), case.dtype, 1)
+    qkv = values((case.rows, (case.heads + 2 * case.kv_heads) * case.head_dim), case.dtype, 2)
+    angles = values((case.rows, case.head_dim // 2), "float32", 3)
     positions = jnp.full((case.rows,), case.pages * case.page_size - 1, jnp.int32)
     arrivals = new_arrivals(case.rows * case.kv_heads)
     return Operands((qkv, (jnp.cos(angles), jnp.sin(angles)), positions), [tables[i] for i in numbers], [kv, arrivals])
@@ -140,6 +141,16 @@ def _call(op: str, case: Any, implementation: str) -> Callable[..., tuple[Any, l
     return jax.jit(attend)
 
 
+def asks_for(op: str, case: Any, tiles: TileTable | None) -> bool:
+    """Whether the table has tiles for attention of this case that are not its rule's own."""
+    if op != "attention" or tiles is None:
+        return False
+    group, context = case.heads // case.kv_heads, case.pages * case.page_size
+    itemsize = np.dtype(jnp.dtype(case.dtype)).itemsize
+    key = Key("attention_tiles", (case.rows, case.kv_heads, group, context, case.head_dim, itemsize))
+    return tiles.get(key) not in (None, RULES[key.rule](*key.arguments))
+
+
 def looped(op: str, case: Any, implementation: str) -> Any:
     """A jitted (fixed, rotating entries, carry) -> (every call's result, carry); the carry is donated."""
     call = _call(op, case, implementation)
@@ -156,17 +167,14 @@ def looped(op: str, case: Any, implementation: str) -> Any:
     return jax.jit(program, donate_argnums=2)
 
 
-class Timed:
-    """One op of one implementation, compiled and ready to be timed round by round."""
+class TimedProgram:
+    """A compiled (fixed, rotating entries, carry) -> (results, carry) of `calls` calls, ready to be timed round by round."""
 
-    def __init__(self, op: str, case: Any, implementation: str, given: Operands, setup: DeviceSetup, calls: int):
-        self._fixed, self._carry = given.fixed, given.carry
+    def __init__(self, program: Any, given: Operands, setup: DeviceSetup, calls: int):
+        self._program, self._fixed, self._carry = program, given.fixed, given.carry
         self._groups = [tuple(given.rotating[i : i + calls]) for i in range(0, len(given.rotating), calls)]
         self._next, self._calls, self._at_once = 0, calls, 1
         self._on_gpu = setup.is_gpu
-        options = dict(compiler_options(setup, True, None)) | (IN_ORDER if setup.is_gpu else {})
-        lowered = looped(op, case, implementation).lower(self._fixed, self._groups[0], self._carry)
-        self._program = lowered.compile(compiler_options=options)
         self._last: Any = None
         self._start(1)
         jax.block_until_ready((self._last, self._carry))
@@ -175,6 +183,11 @@ class Timed:
         for _ in range(programs):
             self._last, self._carry[:] = self._program(self._fixed, self._groups[self._next], self._carry)
             self._next = (self._next + 1) % len(self._groups)
+
+    @property
+    def results(self) -> Any:
+        """Of every call of the last program."""
+        return self._last
 
     def finite(self) -> bool:
         """Whether all that the last program gave is finite: its results, or what it wrote where it has none."""
@@ -196,3 +209,32 @@ class Timed:
         # A CPU is its own host; and where one program alone is started, its start says nothing.
         tells = self._on_gpu and self._at_once > 1
         return Timing(total / self._at_once / self._calls, tells and started > HOST_BOUND * total)
+
+
+def lowered(program: Any, given: Operands, calls: int) -> Any:
+    """A jitted program for the shapes of its operands."""
+    return program.lower(given.fixed, tuple(given.rotating[:calls]), given.carry)
+
+
+def compiled(program: Any, setup: DeviceSetup) -> Any:
+    """A lowered program, its calls one after the other."""
+    options = dict(compiler_options(setup, True, None)) | (IN_ORDER if setup.is_gpu else {})
+    return program.compile(compiler_options=options)
+
+
+class Timed(TimedProgram):
+    """One op of one implementation. tiles: a table of measured ones."""
+
+    def __init__(
+        self,
+        op: str,
+        case: Any,
+        implementation: str,
+        given: Operands,
+        setup: DeviceSetup,
+        calls: int,
+        tiles: TileTable | None = None,
+    ):
+        with tiles_in_use(tiles):
+            program = compiled(lowered(looped(op, case, implementation), given, calls), setup)
+        super().__init__(program, given, setup, calls)

@@ -11,23 +11,23 @@ import itertools
 import re
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
+from ..cli_args import add_engine_arguments
 from ..errors import ConfigError, LoraJaxError
 from . import report
+from .paired import alternate
 from .plot import Panel
 from .rounds import positive
-
-if TYPE_CHECKING:
-    from .kernel_timing import Timed
 
 HELP = "single kernels: time, bytes, bandwidth"
 DESCRIPTION = (
     "Time LoRA shrink, LoRA expand and decode attention alone, without the host's work, as Pallas-Triton kernels and as "
     "plain JAX, and compare with the bytes that each has to read. On a CPU only the plain-JAX form runs, in float32 where a "
-    "GPU takes bfloat16, and without the cases that are large for one."
+    "GPU takes bfloat16, and without the cases that are large for one. With a MODEL: the products and the attention of its decode "
+    "steps instead, with tiles from shapes alone beside measured ones; --autotune measures and stores them."
 )
 IMPLEMENTATIONS = ("triton", "xla")
 CALLS = {("gpu", "triton"): 64, ("gpu", "xla"): 16, ("cpu", "xla"): 4}  # in one program; loops of XLA compile slowly
@@ -47,9 +47,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the shapes of Llama-2-7B and some attention; a NAME that fits nothing lists all). On a CPU a large case "
         "runs only where NAME is its full name",
     )
-    group.add_argument("--num-iters", type=positive, default=20, metavar="N", help="rounds; medians are reported")
-    group.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="where to run")
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument(
+        "--num-iters", type=positive, metavar="N", help="rounds; medians are reported (default: 20, with MODEL 9)"
+    )
+    group.add_argument(
+        "--autotune",
+        action="store_true",
+        help="try other tiles for MODEL's decode steps, as an engine with the same options runs them, and store what is more than "
+        "2 %% faster beside the compile cache, where engines find it",
+    )
+    group.add_argument(
+        "--batch-size",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="with MODEL: rows of the decode steps; not last before MODEL (default: all buckets of --max-num-seqs)",
+    )
+    group.add_argument(
+        "--max-seconds",
+        type=positive,
+        default=600,
+        metavar="S",
+        help="with MODEL: begin no other op after so many seconds",
+    )
+    add_engine_arguments(parser)
+    parser.set_defaults(enable_lora=None)  # with MODEL: both, unless it is --no-enable-lora
 
 
 def catalogue() -> tuple[dict[str, tuple[str, Any]], list[str]]:
@@ -115,12 +137,21 @@ def too_large(wanted: dict[str, tuple[str, Any]], only: list[str] | None) -> lis
 
 
 def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dict[str, Any]:
-    """Times every chosen case, shows a table and returns it. Raises: LoraJaxError, ConfigError."""
+    """Times every chosen case, or the ops of a model, shows a table and returns it. Raises: LoraJaxError, ConfigError."""
+    if options.model_tag is not None or options.model is not None:
+        from . import autotune
+
+        return autotune.run(options, show)
+    for name in ("autotune", "batch_size"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for the decode steps of a model: name one")
+    rounds = options.num_iters or 20
     chosen(options.only, cpu=True)  # a wrong name does not wait for jax
     from ..device import set_up_device
     from . import machine
 
-    setup = set_up_device(options.device, "auto", 0.9)
+    setup = set_up_device(options.device, "auto", options.gpu_memory_utilization)
+    tiles = _stored(options, setup)
     wanted = chosen(options.only, cpu=not setup.is_gpu)
     left_out = [] if setup.is_gpu else too_large(wanted, options.only)
     bandwidth = machine.read_bandwidth(setup.device)
@@ -134,18 +165,26 @@ def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dic
             if name in left_out:
                 cases[name] = not_measured(op, case, reasons)
             else:
-                cases[name] = measure(op, case, setup, options.num_iters, reasons)
+                cases[name] = measure(op, case, setup, rounds, reasons, tiles)
             with bar.external_write_mode():
                 show(row(name, cases[name], bandwidth, width))
             bar.update()
     if left_out:
         show(f"{len(left_out)} of {len(wanted)} {LARGE}. To run one, give its full name: --only {left_out[0]}")
     return {
-        "num_iters": options.num_iters,
+        "num_iters": rounds,
         "read_bandwidth": bandwidth.as_dict(),
         "cases": {name: with_shares(found, bandwidth) for name, found in cases.items()},
         "hardware": report.hardware(setup.device),
     }
+
+
+def _stored(options: argparse.Namespace, setup: Any) -> Any:
+    """The table of measured tiles that an engine would use."""
+    from ..compile_cache import cache_folder
+    from ..tiles import stored_tiles
+
+    return stored_tiles(cache_folder(options.compilation_cache_dir), setup)
 
 
 def _why_not(setup: Any) -> str:
@@ -160,11 +199,12 @@ def not_measured(op: str, case: Any, reasons: dict[str, str]) -> dict[str, Any]:
     return {"bytes": must_read(op, case), "dtype": case.dtype} | {name: {"not_run": why[name]} for name in why}
 
 
-def measure(op: str, case: Any, setup: Any, rounds: int, reasons: dict[str, str]) -> dict[str, Any]:
+def measure(op: str, case: Any, setup: Any, rounds: int, reasons: dict[str, str], tiles: Any = None) -> dict[str, Any]:
     """{"bytes": ..., "dtype": ..., "triton": {...}, "xla": {...}}: microseconds (median, and of every round) and GB/s, or why
     there are none.
 
-    reasons: implementation -> why it cannot run here. Raises: LoraJaxError when a result is not finite.
+    reasons: implementation -> why it cannot run here. tiles: a table of measured ones; "tuned" is the kernel with those, where it
+    has some for this case. Raises: LoraJaxError when a result is not finite.
     """
     import jax
 
@@ -175,10 +215,16 @@ def measure(op: str, case: Any, setup: Any, rounds: int, reasons: dict[str, str]
     size = timing.must_read(op, case)
     found: dict[str, Any] = {"bytes": size, "dtype": case.dtype}
     found |= {name: {"not_run": why} for name, why in reasons.items()}
-    calls = {name: calls_of(op, platform, name) for name in IMPLEMENTATIONS if name not in reasons}
+    forms = {name: (name, None) for name in IMPLEMENTATIONS if name not in reasons}
+    if "triton" in forms and timing.asks_for(op, case, tiles):
+        forms["tuned"] = ("triton", tiles)
+    calls = {name: calls_of(op, platform, form) for name, (form, _) in forms.items()}
     with jax.default_device(setup.device):
-        given = timing.operands(op, case, list(calls), rotation, max(calls.values()))
-        ready = {name: timing.Timed(op, case, name, given[name], setup, n) for name, n in calls.items()}
+        given = timing.operands(op, case, list(IMPLEMENTATIONS), rotation, max(calls.values()))
+        ready = {
+            name: timing.Timed(op, case, form, given[form], setup, calls[name], table)
+            for name, (form, table) in forms.items()
+        }
         times = alternate({name: timed.round for name, timed in ready.items()}, ready, rounds)
         for name, timed in ready.items():
             if not timed.finite():
@@ -197,18 +243,6 @@ def measure(op: str, case: Any, setup: Any, rounds: int, reasons: dict[str, str]
 def calls_of(op: str, platform: str, implementation: str) -> int:
     """Calls in one program. With two or more of attention, XLA on a CPU copies the pages between them."""
     return 1 if (op, platform) == ("attention", "cpu") else CALLS[platform, implementation]
-
-
-def alternate(run_one: dict[str, Callable[[], Any]], ready: dict[str, Timed], rounds: int) -> dict[str, list[Any]]:
-    """Every round runs each once; who begins changes from round to round, so that no one always runs on a warmer card."""
-    for timed in ready.values():
-        timed.calibrate()
-    names, out = list(run_one), {name: [] for name in run_one}
-    for i in range(rounds):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
-            out[name].append(run_one[name]())
-    return out
 
 
 def with_shares(found: dict[str, Any], bandwidth: Any) -> dict[str, Any]:
@@ -238,11 +272,20 @@ def row(name: str, found: dict[str, Any], bandwidth: Any, width: int) -> str:
         rate = "-" if one["gb_per_second"] is None else f"{one['gb_per_second']:,.0f}"
         part = "-" if one["share"] is None else f"{one['share']:.0%}"
         text += f"{one['us']:>13.2f}{'*' if one['host_bound'] else ' '}{rate:>8}{part:>7}"
+    if "tuned" in found:
+        text += f"  heuristic; tuned {found['tuned']['us']:.2f} us"
     return text
 
 
 def chart(result: dict[str, Any]) -> list[Panel]:
-    """Rates of what was timed and reads anything, one panel an op; times where nothing does."""
+    """Rates of what was timed and reads anything, one panel an op; times where nothing does. Of a model: all of its ops."""
+    if "ops" in result:
+        ops = result["ops"]
+        series = {
+            "heuristic": [one["heuristic_gb_per_second"] for one in ops.values()],
+            "tuned": [one["tuned_gb_per_second"] or one["heuristic_gb_per_second"] for one in ops.values()],
+        }
+        return [Panel("Decode ops: bytes that must be read / time", "rate", "GB/s", series, list(ops))]
     speed = result["read_bandwidth"]["bytes_per_second"]
     reference = None if speed is None else ("read bandwidth", speed / 1e9)
     timed = {name: found for name, found in result["cases"].items() if any("us" in found[i] for i in IMPLEMENTATIONS)}

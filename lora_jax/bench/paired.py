@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+N = TypeVar("N")
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,17 @@ def order_of_round(names: Sequence[str], index: int) -> list[str]:
     start = index % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if index // len(names) % 2 else order
+
+
+def alternate(run_one: Mapping[N, Callable[[], Any]], ready: Mapping[N, Any], rounds: int) -> dict[N, list[Any]]:
+    """Every round runs each once; who begins changes from round to round, so that no one always runs on a warmer card.
+    ready: what is calibrated before the first round."""
+    for timed in ready.values():
+        timed.calibrate()
+    names: list[N] = list(run_one)
+    out: dict[N, list[Any]] = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            out[name].append(run_one[name]())
+    return out

@@ -141,7 +141,7 @@ def test_gates_far_from_zero(form):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_of_gate_and_up_fit_a_card(itemsize):
-    tiles = swiglu_tiles(itemsize)
+    tiles = swiglu_tiles(64, 4096, 11008, itemsize)
     assert 64 % tiles.block_n == 0 and 64 % tiles.block_k == 0 and tiles.parts == 1
     staged = (64 + 2 * tiles.block_n) * tiles.block_k * itemsize * (tiles.num_stages - 1)
     assert staged <= 99 << 10, "more shared memory than the smallest card has"
