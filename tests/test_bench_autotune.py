@@ -148,7 +148,7 @@ def test_a_choice_that_is_faster_is_stored_and_then_shown(interpreted, monkeypat
     table = read_tiles(tmp_path / "tiles.json", table_name(interpreted.device))
     assert table.by_key == {DOWN: want} and result["table"]["entries"] == 1
     down = result["ops"]["decode[2] down"]
-    assert down["heuristic_us"] == 1e6 and down["tuned_us"] == pytest.approx(0.4e6) and down["tried"] > 7
+    assert down["heuristic_us"] == 1e6 and down["tuned_us"] == pytest.approx(0.4e6) and down["tried"] >= 4
     assert down["tiles"][0]["tiles"] == dataclasses.asdict(want)
     others = [one for name, one in result["ops"].items() if name != "decode[2] down"]
     assert len(others) == 2 and not any(one["tuned_us"] or one["failed"] for one in others)

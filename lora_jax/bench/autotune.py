@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import os
 import statistics
 import time
@@ -41,7 +42,7 @@ from .paired import alternate
 GAIN = 0.02  # that tiles must be faster by than the rule's
 PASSES = 2  # neighbours of the rule's choice, then of the best of those
 FIRST_ROUNDS, HOPELESS = 3, 1.05  # after so many rounds what is slower than the best by this factor drops out
-SHARED = {
+SHARED: dict[tuple[int, ...], int] = {
     (8, 0): 163 << 10,
     (9, 0): LARGEST_CARD,
     (10, 0): LARGEST_CARD,
@@ -178,14 +179,16 @@ class Search:
         programs = Programs(op, self.setup, self.table)
         keys = [key for key in programs.keys if key.rule in op.rules and key not in self.decided]
         begin = best = self.table
-        for _ in range(PASSES if keys else 0):
-            around = [TileTable.of({**best.by_key, key: t}) for key in keys for t in self._neighbours(key, best)]
-            ready = programs.compile([best, *around])
-            fastest = self._fastest(ready)
-            if fastest == best or time.perf_counter() > self.deadline:
-                best = fastest
+        matter = keys
+        for _ in range(PASSES):
+            around = {
+                key: [TileTable.of({**best.by_key, key: t}) for t in self._neighbours(key, best)] for key in matter
+            }
+            fastest = self._fastest(programs.compile([best, *itertools.chain.from_iterable(around.values())]))
+            matter = [key for key, tables in around.items() if any(table not in programs.same for table in tables)]
+            best, before = fastest, best
+            if best == before or time.perf_counter() > self.deadline:
                 break
-            best = fastest
         ready = programs.compile([begin, best])
         seconds, bound = self._seconds(ready, self.rounds)
         better = best != begin and not bound and seconds[best] < (1 - GAIN) * seconds[begin]
@@ -197,7 +200,7 @@ class Search:
             seconds[begin],
             seconds[best] if better else None,
             tiles,
-            len(programs.tried) - 1,
+            len(programs.tried) - len(programs.same) - 1,
             len(programs.failed),
             bound,
         )
@@ -221,7 +224,8 @@ class Search:
 
 
 class Programs:
-    """Of one op, by the table that they were traced with. keys: what the op asks the rules."""
+    """Of one op, by the table that they were traced with. keys: what the op asks the rules. tried, same, failed: tables, of those
+    what did not change the program, and what did not compile or gave other numbers."""
 
     def __init__(self, op: LayerOp, setup: DeviceSetup, table: TileTable):
         self._op, self._setup, self._calls = op, setup, op.calls(setup.is_gpu)
@@ -230,6 +234,7 @@ class Programs:
         self._wanted: list[np.ndarray] | None = None
         self._texts: set[str] = set()
         self.tried: dict[TileTable, None] = {}
+        self.same: dict[TileTable, None] = {}
         self.failed: dict[TileTable, str] = {}
         with jax.default_device(setup.device), tiles_in_use(table):
             self._given = op.operands(rotation, self._calls)
@@ -242,33 +247,33 @@ class Programs:
     def compile(self, tables: list[TileTable]) -> dict[TileTable, timing.TimedProgram]:
         """Those of the tables whose programs compile, are not another's, and give what the first table's program gives, which must
         compile. Raises what its compilation raises."""
-        new = [table for table in dict.fromkeys(tables) if table not in self.tried]
-        self.tried |= dict.fromkeys(new)
-        if self._wanted is None:
-            first = new.pop(0)
-            self._add(first, self._compile_one(first))
+        jobs = {}
         with ThreadPoolExecutor(os.cpu_count() or 2, thread_name_prefix="compile") as pool:
-            jobs = {table: pool.submit(self._compile_one, table) for table in new}
+            for table in dict.fromkeys(tables):
+                if table not in self.tried and (lowered := self._lowered(table)) is not None:
+                    jobs[table] = pool.submit(timing.compiled, lowered, self._setup)
+                self.tried.setdefault(table)
             for table, job in jobs.items():
                 try:
                     made = job.result()
                 except Exception as e:
+                    if self._wanted is None:
+                        raise
                     self.failed[table] = str(e)[:200]
-                    continue
-                if made is not None:
+                else:
                     self._add(table, made)
         return {table: self._ready[table] for table in dict.fromkeys(tables) if table in self._ready}
 
-    def _compile_one(self, table: TileTable) -> Any:
-        """None: a program that is there already. A table that does not change what is computed, or how, is no other form."""
+    def _lowered(self, table: TileTable) -> Any:
+        """None for a program that is there already: a table need not change what an op computes, or how."""
         with jax.default_device(self._setup.device), tiles_in_use(table):
-            given = self._given
-            lowered = timing.lowered(self._op.program(), given, self._calls)
-            text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-            if text in self._texts:
-                return None
-            self._texts.add(text)
-            return timing.compiled(lowered, self._setup)
+            lowered = timing.lowered(self._op.program(), self._given, self._calls)
+        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        if text in self._texts:
+            self.same[table] = None
+            return None
+        self._texts.add(text)
+        return lowered
 
     def _add(self, table: TileTable, made: Any) -> None:
         timed = timing.TimedProgram(made, self._given, self._setup, self._calls)

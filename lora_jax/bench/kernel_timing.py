@@ -39,7 +39,7 @@ class Operands:
     """What an op works on. fixed: the same in every call. rotating: one entry a call, one after the other. carry: what calls
     write in place (expand's y, attention's pages), in a list that both implementations take it from and put it back into."""
 
-    fixed: tuple[Any, ...]
+    fixed: Any
     rotating: Sequence[Any]
     carry: list[jax.Array]
 

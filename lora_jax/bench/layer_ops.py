@@ -5,7 +5,6 @@ A program makes a chain of calls, each with weights of its own; see `kernel_timi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,12 +171,12 @@ class LayerOp:
     def _layer(self, values: Any, stacks: Any, slot_ids: Any, number: Any) -> Any:
         """The layer with these parameters, and shapes alone in place of what it does not read."""
         taken, dtype = iter(values), self.spec.dtype
-        params = [
+        params: Any = tuple(
             next(taken) if values and self._reads(path) else jax.ShapeDtypeStruct(shape, dtype)
             for path, shape in self._shapes().items()
-        ]
+        )
         if not self.lora or self.spec.lora is None:
-            return self.spec.definition.plain(tuple(params)).model.layers[0]
+            return self.spec.definition.plain(params).model.layers[0]
         lora = self.spec.lora
         sizes = lora.config.max_loras, lora.config.padded_rank
         there: dict[str, Any] = {
@@ -186,7 +185,7 @@ class LayerOp:
         }
         if stacks:
             there[self.kind] = stacks
-        layer = lora.definition.with_adapters(tuple(params), there, slot_ids, slot_ids).model.layers[0]
+        layer = lora.definition.with_adapters(params, there, slot_ids, slot_ids).model.layers[0]
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
             object.__setattr__(linear, "lora_layer", number)  # traced: one form of the call for all layers
         return layer
@@ -262,7 +261,7 @@ def _like(value: Any) -> Any:
     return timing.values(value.shape, str(value.dtype), 6)
 
 
-def layer_ops(spec: RuntimeSpec, rows: Iterator[int] | tuple[int, ...]) -> list[LayerOp]:
+def layer_ops(spec: RuntimeSpec, rows: tuple[int, ...]) -> list[LayerOp]:
     """Of decode steps of so many rows: without adapters, then with them where the model's spec has some."""
     out = []
     for r in rows:

@@ -27,6 +27,7 @@ KINDS_OF_A_STEP = {"decode", "prefill", "rope", "product", "deferred", "residual
 
 # Products with adapters inside: no two of every 5 are of one kind and model.
 EVERY_WITH_ADAPTERS = {"h200": 1, "a100": 5, "l4": 1, "h100": 5, "rtx4090": 5}
+EVERY_CANDIDATE = {"l4": 1, "h200": 3}
 # Shared memory of an H200's program with Llama-2-7B's sizes, rank 16: as many programs as this lets a multiprocessor hold.
 ROOM_WITH_ADAPTERS = {
     "product-llama2-7b.qkv-8": 45_000,  # five
@@ -117,6 +118,19 @@ def test_adapters_leave_room_for_other_programs(adapter_results: dict[str, Futur
     }
     needed = {name: found[name]["shared_bytes"] for name in ROOM_WITH_ADAPTERS}
     assert {name: size for name, size in needed.items() if size > ROOM_WITH_ADAPTERS[name]} == {}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("card", EVERY_CANDIDATE)
+def test_candidates_compile(card: str) -> None:
+    """Other tiles than the rules' own, in as much shared memory as the card has: estimated beforehand, so none is tried in vain."""
+    every = EVERY_CANDIDATE[card]
+    found = run_compiler("tests.kernels.compile_candidates", card, str(SHARED_BYTES[card]), str(every))
+    assert len(found) >= 30 // every
+    assert {name.split("-")[0] for name in found} == {"product", "swiglu", "residual", "attention"}
+    assert {name: error for name, error in found.items() if isinstance(error, str)} == {}
+    for name, summary in found.items():
+        assert summary["kernels"] == 1 and summary["shared_bytes"] <= SHARED_BYTES[card], (name, summary)
 
 
 @pytest.mark.timeout(300)
