@@ -116,6 +116,17 @@ def test_adapters_are_part_of_it(interpreted):
         assert np.abs(plain - with_adapters).max() > 1e-4 * np.abs(plain).max(), kind
 
 
+def test_each_call_has_adapters_of_its_own(setup):
+    """As layers of a model have: the kernels count what is done for each layer."""
+    op = LayerOp(spec_of(setup), "down", 2, lora=True)
+    given = op.operands(1, 2)
+    _, values, stacks = given.rotating[0]
+    entries = tuple((jnp.int32(number), values, stacks) for number in (0, 1, 0))
+    first, second, again = (layer_ops.settled(out)[0] for out in op.program()(given.fixed, entries, given.carry)[0])
+    assert (first == again).all() and (first != second).any()
+    assert [int(number) for number, *_ in given.rotating] == [0, 1]
+
+
 def test_the_programs_on_a_gpu():
     """As many kernels as calls, all in one CUDA graph, pages and weights not copied."""
     calls, found = 4, run_compiler("tests.support.compile_layer_ops", "h200", "4")
