@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lora_jax.kernels.adapters import adapter_counters
 from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.deferred_norm import DeferredNorm
-from lora_jax.kernels.fused_lora import adapter_counters
 from lora_jax.kernels.lora_items import most_items, work_items
 from lora_jax.kernels.rope_cache import HeadNorms
 
@@ -209,7 +209,7 @@ class LayerOp:
         if hasattr(attention, "q_norm"):
             norms = HeadNorms(attention.q_norm.scale[...], attention.k_norm.scale[...], attention.q_norm.eps)
         how: dict[str, Any] = dict(heads=attention.heads, window=attention.window, norms=norms)
-        return inputs.attend(qkv, fixed["rope"], kv, arrivals=arrivals, **how)
+        return inputs.attend(qkv, fixed["rope"], kv, arrivals=arrivals, **how)[:3]
 
     def call(self, fixed: dict[str, Any], entry: Any, carry: list, arrivals: Any) -> tuple[Any, list, Any]:
         """(result, carry, arrivals) of one call."""

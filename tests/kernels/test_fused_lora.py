@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lora_jax.kernels.adapters import LINE, Adapters, adapter_counters, fits_adapters
 from lora_jax.kernels.arrivals import new_arrivals
-from lora_jax.kernels.fused_lora import LINE, Adapters, adapter_counters, fits_adapters
 from lora_jax.kernels.lora_items import FIELDS, ITEM, most_items, work_items
 from lora_jax.kernels.residual_matmul import residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_lora_matmul
