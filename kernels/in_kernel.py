@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +19,7 @@ def full(x, shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape)
 
 
-def positions(shape: tuple[int, ...], start=0) -> tuple[jax.Array, jax.Array]:
+def positions(shape: tuple[int, ...], start: Any = 0) -> tuple[jax.Array, jax.Array]:
     """Rows and columns of a tile whose first column is `start`."""
     return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1) + start
 
@@ -26,3 +28,9 @@ def dot(a, b) -> jax.Array:
     """a @ b of one dtype in float32, on tensor cores unless they are float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def silu_mul(gate: jax.Array, up: jax.Array, dtype) -> jax.Array:
+    """silu(gate) * up of float32, with gate, silu(gate) and up rounded to dtype."""
+    gate = gate.astype(dtype).astype(jnp.float32)
+    return (gate * jax.nn.sigmoid(gate)).astype(dtype) * up.astype(dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
 from .add_norm import rms_norm
+from .in_kernel import full, positions
+from .tiled_expand import Static, check_sum, lora_add, operands, tile_deltas
+from .tiled_lora import TileAdapters
+from .tuning import ExpandCut, expand_cut
 
 TILE_TOKENS = 8
 
@@ -61,6 +66,46 @@ def rope_to_cache(
         q, k, v = rotate_heads(*split_heads(qkv, kv, heads), rope, norms)
         return q, write_tokens(kv, k, v, index)
     return _triton(qkv, rope, kv, index, heads=heads, norms=norms, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "cut", "implementation", "interpret"))
+def lora_rope_to_cache(
+    qkv: jax.Array,
+    h: jax.Array,
+    adapters: TileAdapters,
+    rope: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    index: jax.Array,
+    *,
+    heads: int,
+    norms: HeadNorms | None = None,
+    cut: ExpandCut | None = None,
+    implementation: str = "triton",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`rope_to_cache` of `lora_add(qkv, h, adapters)`, in one pass over qkv [T, (H + 2K) * D].
+
+    h: of `lora_shrink_tiles`; slices of adapters: (H * D, K * D, K * D), D as `lora_rope_fits` says; cut: its block_n is not used.
+    Raises: ValueError naming the operand.
+    """
+    op = "lora_rope_to_cache"
+    check_heads(op, qkv, rope, kv, heads, norms)
+    if index.shape != qkv.shape[:1] or index.dtype != jnp.int32:
+        raise ValueError(f"{op}: index must be int32 [{qkv.shape[0]}], got {index.dtype} {index.shape}")
+    check_sum(op, qkv, h, adapters, implementation)
+    kv_heads, size = kv.shape[3:]
+    if adapters.slices != (heads * size, kv_heads * size, kv_heads * size):
+        raise ValueError(f"{op}: slices must be those of q, k and v, got {adapters.slices}")
+    if implementation == "xla" or not lora_rope_fits(size):
+        how: dict[str, Any] = dict(implementation=implementation, interpret=interpret)
+        return rope_to_cache(lora_add(qkv, h, adapters, **how), rope, kv, index, heads=heads, norms=norms, **how)
+    cut = cut or expand_cut((size,), adapters.block_t)
+    return _triton_lora(qkv, h, adapters, rope, kv, index, heads, norms, cut, interpret)
+
+
+def lora_rope_fits(size: int) -> bool:
+    """Whether one kernel takes heads of this size: tensor cores take half a head."""
+    return size >= 32 and size & (size - 1) == 0
 
 
 def check_heads(
@@ -148,6 +193,57 @@ def _kernel(*refs, heads: int, eps: float | None):
         to_cache(x, 1, heads + kv_heads)
 
 
+def _lora_kernel(*refs, heads: int, eps: float | None, static: Static):
+    """Program (head of H + 2K, row tile): both halves of the head.
+
+    refs: what `tile_deltas` reads, then those of `_kernel`."""
+    deltas_of, (qkv, cos, sin, _, index) = refs[:4], refs[4:9]
+    queries, kv = refs[-2:]
+    head, tile = pl.program_id(0), pl.program_id(1)
+    tokens, (page_size, _, kv_heads, size) = qkv.shape[0], kv.shape[1:]
+    shape = (static.block_t, size // 2)
+    row, low = positions(shape)
+    t, dims = tile * static.block_t + row, (low, low + size // 2)
+    inside = None if tokens % static.block_t == 0 else t < tokens
+    of = lambda ref, *at: plgpu.load(ref.at[at], mask=inside, other=None if inside is None else 0)  # noqa: E731
+    loaded = [of(qkv, t, head * size + d) for d in dims]
+    starts = tuple(head * size + half * (size // 2) for half in range(2))
+    deltas = tile_deltas(deltas_of, tile, starts, size // 2, static, one_slice=True)
+    halves = [(y.astype(jnp.float32) + delta).astype(kv.dtype) for y, delta in zip(loaded, deltas, strict=True)]
+
+    def rotated(norm):
+        x = halves
+        if norm is not None:
+            x32 = [v.astype(jnp.float32) for v in x]
+            squares = sum(jnp.sum(v * v, axis=1, keepdims=True) for v in x32)
+            inverse = lax.rsqrt(squares / size + eps)
+            x = [(v * inverse).astype(kv.dtype) * plgpu.load(norm.at[d]) for v, d in zip(x32, dims, strict=True)]
+        x1, x2 = (v.astype(jnp.float32) for v in x)
+        c, s = of(cos, t, low), of(sin, t, low)
+        return (x1 * c - x2 * s).astype(kv.dtype), (x2 * c + x1 * s).astype(kv.dtype)
+
+    def to_cache(values, part: int, first: int):
+        at = of(index, t)
+        place = (lax.div(at, page_size), lax.rem(at, page_size), full(part, shape), full(head - first, shape))
+        for d, value in zip(dims, values, strict=True):
+            plgpu.store(kv.at[*place, d], value, mask=inside)
+
+    q_norm, k_norm = refs[9:11] if eps is not None else (None, None)
+
+    @pl.when(head < heads)
+    def _():
+        for d, value in zip(dims, rotated(q_norm), strict=True):
+            plgpu.store(queries.at[t, full(head, shape), d], value, mask=inside)
+
+    @pl.when((head >= heads) & (head < heads + kv_heads))
+    def _():
+        to_cache(rotated(k_norm), 0, heads)
+
+    @pl.when(head >= heads + kv_heads)
+    def _():
+        to_cache(halves, 1, heads + kv_heads)
+
+
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
 def _triton(qkv, rope, kv, index, *, heads: int, norms: HeadNorms | None, interpret: bool):
     tokens, (kv_heads, size) = qkv.shape[0], kv.shape[3:]
@@ -163,6 +259,23 @@ def _triton(qkv, rope, kv, index, *, heads: int, norms: HeadNorms | None, interp
         name="rope_to_cache",
         interpret=interpret,
     )(qkv, *rope, kv, index, *(() if norms is None else (norms.q, norms.k)))
+
+
+def _triton_lora(qkv, h, adapters: TileAdapters, rope, kv, index, heads: int, norms, cut: ExpandCut, interpret: bool):
+    tokens, (kv_heads, size) = qkv.shape[0], kv.shape[3:]
+    eps = None if norms is None else norms.eps
+    return pl.pallas_call(
+        functools.partial(_lora_kernel, heads=heads, eps=eps, static=Static.of(adapters)),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, heads, size), kv.dtype),
+            jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+        ),
+        grid=(heads + 2 * kv_heads, adapters.tiles),
+        input_output_aliases={7: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=cut.num_warps, num_stages=cut.num_stages),
+        name="lora_rope_to_cache",
+        interpret=interpret,
+    )(*operands(h, adapters), qkv, *rope, kv, index, *(() if norms is None else (norms.q, norms.k)))
 
 
 # ---- 4. the plain-JAX form -------------------------------------------------------------------------------------------

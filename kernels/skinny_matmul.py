@@ -20,9 +20,7 @@ from . import lora_layout as layout
 from .adapters import Adapters, check_adapters, plain_delta
 from .deferred_norm import DeferredNorm, Normed, inverse_of
 from .in_kernel import dot, padded_rows, positions
-from .tuning import matmul_tiles
-
-MAX_ROWS = 64
+from .tuning import MAX_ROWS, matmul_tiles
 
 
 # ---- 1. the public op ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from . import fused_lora as lora
 from . import lora_layout as layout
 from .adapters import Adapters, check_adapters
 from .deferred_norm import Normed, inverse_of
-from .in_kernel import padded_rows, positions
+from .in_kernel import padded_rows, positions, silu_mul
 from .skinny_matmul import accumulate, check_product, operands, plain_product
 from .tuning import swiglu_tiles
 
@@ -72,12 +72,7 @@ def _swiglu(
     if implementation == "triton":
         return _triton(x, w, adapters, arrivals, interpret=interpret)
     gate, up = jnp.split(plain_product(x, w, adapters), 2, -1)
-    return _activated(gate, up, w.dtype), arrivals
-
-
-def _activated(gate: jax.Array, up: jax.Array, dtype) -> jax.Array:
-    gate = gate.astype(dtype).astype(jnp.float32)
-    return (gate * jax.nn.sigmoid(gate)).astype(dtype) * up.astype(dtype)
+    return silu_mul(gate, up, w.dtype), arrivals
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
@@ -107,7 +102,7 @@ def _kernel(*refs, block_n: int, block_k: int, eps: float | None, plan: lora.Pla
         if inverse is not None:
             gate, up = gate * inverse, up * inverse
         row, column = positions(gate.shape, starts[0])
-        plgpu.store(out.at[row, column], _activated(gate, up, out.dtype), mask=row < rows)
+        plgpu.store(out.at[row, column], silu_mul(gate, up, out.dtype), mask=row < rows)
 
     if adapters is None:
         return product(pl.program_id(0), 0)

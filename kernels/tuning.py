@@ -7,8 +7,11 @@ the largest. Tests compile every shape of cases.py for both kinds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from .lora_items import ITEM
 from .lora_layout import cdiv
 from .tuned import rule
 
@@ -103,6 +106,7 @@ class MatmulTiles:
     num_stages: int
 
 
+MAX_ROWS = 64  # of products of our own; with more XLA's are as fast
 MATMUL_PROGRAMS = 256  # wanted in a grid: two a multiprocessor of the largest cards
 MATMUL_PROGRAMS_MANY = 96  # with many rows, which every tile of columns reads again: fewer, with more columns, win
 SHORTEST_PART = 1024  # inputs a program: below, the partial sums cost more than more programs win
@@ -110,7 +114,7 @@ SHORTEST_PART = 1024  # inputs a program: below, the partial sums cost more than
 
 @rule
 def matmul_tiles(rows: int, inputs: int, outputs: int, itemsize: int, adapters: bool = False) -> MatmulTiles:
-    """rows R (at most 64), inputs K and outputs N, multiples of 64. adapters: leave room for the programs of `fused_lora`.
+    """rows R (at most MAX_ROWS), inputs K and outputs N, multiples of 64. adapters: leave room for the programs of `fused_lora`.
     Measured on an H200 (docs/performance.md)."""
     many = rows > 16
     programs = MATMUL_PROGRAMS_MANY if many else MATMUL_PROGRAMS
@@ -156,6 +160,57 @@ def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *
     part = 512 if inputs <= 4096 and many != waits else 1024
     parts = max(1, min(16, cdiv(inputs, part), inputs // block_k))
     return LoRATiles(min(items, 8), parts, block_k, 32 if many and (slices == 3 or itemsize == 4) else 64)
+
+
+TILE_SHRINKERS = 256  # programs wanted in a grid that shrinks tiles of rows: two a multiprocessor of the largest cards
+TILE_SHRINK_PARTS = 16  # of K at most
+SHORTEST_SHRINK = 256  # inputs
+
+
+class ShrinkCut(NamedTuple):
+    """group: items that share a pass over x. block_k: inputs a step. parts: programs along K."""
+
+    group: int
+    block_k: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+    def width(self, slices: int) -> int:
+        """Columns of a group's product, all slices side by side, as tensor cores take them."""
+        return self.group * ITEM << (slices - 1).bit_length()
+
+
+class ExpandCut(NamedTuple):
+    """block_n: columns of a program."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_rows(rows: int, itemsize: int) -> int:
+    """BT of rows T: long enough for few readings of A and B, short enough to hold few adapters, and for tiles to fill a card.
+    Measured on an H200 (docs/performance.md)."""
+    return _clamp_power(rows // 8, 16, 32 if itemsize < 4 else 16)
+
+
+def shrink_cut(rows: int, inputs: int, block_t: int, slices: int, itemsize: int) -> ShrinkCut:
+    """rows T, inputs K (a multiple of 16), slices n. Measured on an H200 (docs/performance.md)."""
+    block_k = 128 if itemsize < 4 and block_t <= 32 else 64 if itemsize < 4 else 32
+    while inputs % block_k:
+        block_k //= 2
+    wanted = min(TILE_SHRINK_PARTS, TILE_SHRINKERS // cdiv(rows, block_t))
+    parts = max(1, min(wanted, inputs // max(block_k, SHORTEST_SHRINK)))
+    return ShrinkCut(1 if slices > 2 else 2, block_k, parts, num_warps=4, num_stages=3)
+
+
+def expand_cut(widths: Sequence[int], block_t: int) -> ExpandCut:
+    """widths: of the slices, multiples of 16, none of which shares a program with another."""
+    block_n = 128
+    while any(width % block_n for width in widths):
+        block_n //= 2
+    return ExpandCut(block_n, 8 if block_t * block_n > 4096 else 4, num_stages=3)
 
 
 def norm_warps(rows: int, size: int) -> int:

@@ -17,6 +17,7 @@ from lora_jax.kernels.prefill_attention import BLOCK_TOKENS
 from .config import CacheConfig, SchedulerConfig
 from .kv_cache import TRASH_PAGE
 from .plan import ScheduledRow
+from .step_keys import StepKey
 
 
 class RowTable:
@@ -140,6 +141,10 @@ class BatchBuilder:
         )
         last[0, : len(rows)] = first + counts - 1
         return tokens, meta, page_list, blocks, last
+
+    def most_requests(self, key: StepKey) -> int:
+        """That a decode or prefill step may hold."""
+        return key.bucket if key.phase == "decode" else self.scheduler.max_prefill_seqs
 
     def slot_ids(self, rows: Sequence[ScheduledRow], bucket: int) -> np.ndarray:
         """[bucket]: each row's (decode) or token's (prefill) slot, -1 for base and padding."""

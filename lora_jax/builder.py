@@ -258,12 +258,15 @@ def one_layer_spec(args: EngineArgs, setup: DeviceSetup, cache: str | None, tile
 
 
 def _estimate_programs(spec: RuntimeSpec) -> int:
-    """Temporaries of the largest step, from above: activations and attention scores of a full prefill, and sampling."""
+    """Temporaries of the largest step, from above: activations and attention scores of a full prefill, its adapters, and
+    sampling."""
     model, scheduler = spec.model, spec.builder.scheduler
     tokens, item = scheduler.token_buckets[-1], jnp.dtype(spec.dtype).itemsize
     width = 6 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_dim
     scores = 3 * 4 * model.num_heads * 256 + 3 * 4 * model.num_heads * model.head_dim
     prefill = tokens * (width * item + scores)
+    if spec.lora is not None:
+        prefill += spec.lora.slot_ranks().scratch_bytes(tokens, scheduler.max_prefill_seqs)
     gathered = 2 * 256 * 2 * model.num_kv_heads * model.head_dim * item
     sampling = scheduler.row_buckets[-1] * (model.vocab_size * 4 * 6 + gathered)
     return max(prefill, sampling)

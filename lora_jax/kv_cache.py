@@ -14,7 +14,8 @@ import jax
 from lora_jax.kernels.adapters import Adapters
 from lora_jax.kernels.decode_attention import decode_attention, lora_decode_attention
 from lora_jax.kernels.prefill_attention import prefill_attention
-from lora_jax.kernels.rope_cache import HeadNorms, rope_to_cache
+from lora_jax.kernels.rope_cache import HeadNorms, lora_rope_to_cache, rope_to_cache
+from lora_jax.kernels.tiled_expand import LoRASum, lora_add
 
 from .config import CacheConfig
 
@@ -28,7 +29,7 @@ def kv_shape(cache: CacheConfig, kv_heads: int, head_dim: int) -> tuple[int, ...
 @dataclass(frozen=True)
 class DecodeInputs:
     """positions int32 [R] of the new tokens; block_tables int32 [R, P]. implementation: of all kernels of the step. items: of
-    `Adapters`, None without adapters."""
+    `SlotRanks`, None without adapters."""
 
     positions: jax.Array
     block_tables: jax.Array
@@ -37,7 +38,7 @@ class DecodeInputs:
 
     def attend(
         self,
-        qkv: jax.Array,
+        qkv: jax.Array | LoRASum,
         rope: tuple[jax.Array, jax.Array],
         kv: jax.Array,
         *,
@@ -49,6 +50,8 @@ class DecodeInputs:
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters | None]:
         """qkv [R, C] or partial sums [S, R, C] -> (heads' outputs [R, H * D], kv with the new tokens, arrivals, adapters begun):
         `decode_attention`."""
+        if isinstance(qkv, LoRASum):
+            qkv = lora_add(*qkv, implementation=self.implementation)
         given = (qkv, rope, kv, self.block_tables, self.positions, arrivals)
         how: dict[str, Any] = dict(heads=heads, scale=kv.shape[-1] ** -0.5, window=window, norms=norms)
         how["implementation"] = self.implementation
@@ -60,7 +63,8 @@ class DecodeInputs:
 @dataclass(frozen=True)
 class PrefillInputs:
     """positions, sequences, index int32 [T] (sequence -1 and index in the trash page: padding); page_list int32 [3, N] and
-    blocks int32 [4, B] as `prefill_attention` takes them. implementation: of all kernels of the step."""
+    blocks int32 [4, B] as `prefill_attention` takes them. implementation: of all kernels of the step. items: of `SlotRanks`, None
+    without adapters."""
 
     positions: jax.Array
     sequences: jax.Array
@@ -68,11 +72,11 @@ class PrefillInputs:
     page_list: jax.Array
     blocks: jax.Array
     implementation: str
-    items: None = None  # many rows: each linear applies its adapters in kernels of their own
+    items: jax.Array | None = None
 
     def attend(
         self,
-        qkv: jax.Array,
+        qkv: jax.Array | LoRASum,
         rope: tuple[jax.Array, jax.Array],
         kv: jax.Array,
         *,
@@ -82,8 +86,13 @@ class PrefillInputs:
         norms: HeadNorms | None,
         adapters: Adapters | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters | None]:
-        """qkv [T, C] -> (heads' outputs [T, H * D], kv with the new tokens, arrivals and adapters as they were)."""
-        q, kv = rope_to_cache(qkv, rope, kv, self.index, heads=heads, norms=norms, implementation=self.implementation)
+        """qkv [T, C] or partial sums [S, T, C] -> (heads' outputs [T, H * D], kv with the new tokens, arrivals and adapters as they
+        were)."""
+        how: dict[str, Any] = dict(heads=heads, norms=norms, implementation=self.implementation)
+        if isinstance(qkv, LoRASum):
+            q, kv = lora_rope_to_cache(*qkv, rope, kv, self.index, **how)
+        else:
+            q, kv = rope_to_cache(qkv, rope, kv, self.index, **how)
         out = prefill_attention(
             q,
             kv,

@@ -131,10 +131,10 @@ class Runtime:
         if not key.lora:
             return (self._params,), ()
         slot_ids = self.spec.builder.slot_ids(rows, key.bucket)
-        if key.phase != "decode":
+        if key.phase == "prompt_logprobs":
             return (self._params, self._stacks), (slot_ids,)
         assert self._slot_ranks is not None
-        items = self._slot_ranks.items((row.request.slot for row in rows), key.bucket)
+        items = self._slot_ranks.items(slot_ids, self.spec.builder.most_requests(key))
         return (self._params, self._stacks), (slot_ids, items)
 
     def _model_step(self, key: StepKey, rows: Sequence[ScheduledRow]) -> tuple:

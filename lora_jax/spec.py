@@ -44,13 +44,14 @@ class LoRARuntime:
     """What serving adapters adds: limits, the module definition with adapters, where each target's weights go."""
 
     config: LoRAConfig
+    dtype: Any
     definition: ModelDef
     groups: dict[str, GroupShape]
     targets: dict[str, TargetSpec]
 
     def slot_ranks(self) -> SlotRanks:
         """For a runtime of its own."""
-        return SlotRanks(self.groups, self.config.max_loras, self.config.padded_rank)
+        return SlotRanks(self.groups, self.config.max_loras, self.config.padded_rank, jnp.dtype(self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _lora_runtime(
     definition = ModelDef.of(tree)
     assert definition.paths == plain.paths, "attaching changed the model's own parameters"
     targets = {name: target for name, target in target_specs(sites).items() if wanted(name)}
-    return LoRARuntime(lora, definition, groups, targets)
+    return LoRARuntime(lora, dtype, definition, groups, targets)
 
 
 def _check_targets(lora: LoRAConfig, sites: list[LoRASite]) -> None:
@@ -149,6 +150,16 @@ def _placed(spec: RuntimeSpec, tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec.setup.sharding), tree)
 
 
+def _adapter_args(spec: RuntimeSpec, key: StepKey) -> tuple[Any, ...]:
+    """Shapes of what a step with adapters is given last."""
+    assert spec.lora is not None
+    slot_ids = spec.builder.slot_ids((), key.bucket)
+    if key.phase == "prompt_logprobs":
+        return (_placed(spec, slot_ids),)
+    items = spec.lora.slot_ranks().items(slot_ids, spec.builder.most_requests(key))
+    return _placed(spec, (slot_ids, items))
+
+
 def _wave(spec: RuntimeSpec, key: StepKey) -> int:
     """Programs that hold an equal product or fusion compile one after another: on a GPU the first one's autotuning result
     is then the one of all, and not, where two threads tune at once, sometimes the one and sometimes the other. Plain steps
@@ -175,14 +186,13 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
         fn = (adapters if key.lora else plain)[key.phase]
         head = (params, *(stacks if key.lora else ()))
         args: tuple[Any, ...]
-        tail: tuple[Any, ...] = (placed(builder.slot_ids((), key.bucket)),) if key.lora else ()
+        tail = _adapter_args(spec, key) if key.lora else ()
         donate: tuple[int, ...] = (len(head), len(head) + 1)  # pages and last tokens
         if key.phase == "prompt_logprobs":
             args = (array((key.bucket, model.hidden_size), spec.dtype), placed(builder.targets((), key.bucket)))
             donate = ()
         elif key.phase == "decode":
             args = (kv, last_tokens, placed(builder.decode((), key.bucket, table)))
-            tail += (placed(spec.lora.slot_ranks().items((), key.bucket)),) if key.lora and spec.lora else ()
         else:
             args = (kv, last_tokens, *placed(builder.prefill((), key.bucket)))
         return Entry(fn, (*head, *args, *tail), donate, spec.compiler_options, wave=_wave(spec, key))

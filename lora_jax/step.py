@@ -67,9 +67,9 @@ def _decode(
 
 
 def _prefill(
-    model, kv: Pages, last_tokens: jax.Array, tokens, meta, page_list, blocks, last, implementation: str
+    model, kv: Pages, last_tokens: jax.Array, tokens, meta, page_list, blocks, last, implementation: str, items=None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Pages]:
-    inputs = PrefillInputs(*meta, page_list=page_list, blocks=blocks, implementation=implementation)
+    inputs = PrefillInputs(*meta, page_list=page_list, blocks=blocks, implementation=implementation, items=items)
     hidden, kv = model.model(tokens, inputs.positions, kv, inputs)
     logits = model.lm_head(hidden[last[0]])
     chosen, last_tokens = sample_greedy(logits, last_tokens, last[1])
@@ -111,16 +111,16 @@ def plain_steps(definition: ModelDef, max_logprobs: int, implementation: str) ->
 
 
 def lora_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:
-    """As `plain_steps`, with `stacks` after params and `slot_ids` int32 (a row or token each) as last argument; decode has the
-    items of `Adapters` after it."""
+    """As `plain_steps`, with `stacks` after params and `slot_ids` int32 (a row or token each) as last argument; decode and
+    prefill have the items of `SlotRanks` after it."""
 
     def decode_lora_step(params, stacks, kv, last_tokens, meta, slot_ids, items):
         model = definition.with_adapters(params, stacks, slot_ids, slot_ids)
         return _decode(model, kv, last_tokens, meta, implementation, items)
 
-    def prefill_lora_step(params, stacks, kv, last_tokens, tokens, meta, page_list, blocks, last, slot_ids):
+    def prefill_lora_step(params, stacks, kv, last_tokens, tokens, meta, page_list, blocks, last, slot_ids, items):
         model = definition.with_adapters(params, stacks, slot_ids, slot_ids[last[0]])
-        return _prefill(model, kv, last_tokens, tokens, meta, page_list, blocks, last, implementation)
+        return _prefill(model, kv, last_tokens, tokens, meta, page_list, blocks, last, implementation, items)
 
     def prompt_logprobs_lora_step(params, stacks, hidden, targets, slot_ids):
         head = lambda rows, ids: definition.with_adapters(params, stacks, ids, ids).lm_head(rows)  # noqa: E731

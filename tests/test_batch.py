@@ -11,6 +11,7 @@ from lora_jax.batch import BatchBuilder
 from lora_jax.config import CacheConfig, SchedulerConfig
 from lora_jax.plan import ScheduledRow
 from lora_jax.request import Request, SamplingParams
+from lora_jax.step_keys import StepKey
 
 BUILDER = BatchBuilder(SchedulerConfig(3, 16, 20), CacheConfig(4, 30))
 PAD = 3
@@ -40,6 +41,13 @@ def test_decode_gathers_positions_rows_and_pages():
     table.start(2)
     assert decode(table, ScheduledRow(request(2, [4, 5]), 4, 1, True, 0))[0] == [4, 2, 4, 5, 0, 0, 0]
     assert decode(table) == [padding] * 4
+
+
+def test_how_many_requests_a_step_may_hold():
+    """There is room for the adapters of so many."""
+    builder = BatchBuilder(SchedulerConfig(100, 2048, 2048), CacheConfig(16, 300))
+    assert builder.most_requests(StepKey("decode", 32, lora=True)) == 32
+    assert builder.most_requests(StepKey("prefill", 2048, lora=True)) == builder.scheduler.max_prefill_seqs >= 64
 
 
 def test_a_step_in_flight_keeps_its_arrays():

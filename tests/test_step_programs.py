@@ -11,31 +11,43 @@ LAYERS = (2, 4)
 # Kernels of one decoder layer, per variant. Plain decode, up to 16 rows: qkv, attention, o with the residual stream and the norm
 # after it, gate and up, down as o; with more rows two norms of their own.
 # Adapters add none: they are computed inside the four products. Prefill has norms of its own, rotates and writes in one more, and
-# silu * mul in another; there LoRA adds a shrink and an expand for each of the four products.
+# silu * mul in another. With few tokens adapters add no kernel there either, with many a shrink for each of the four products, and
+# an add after o and down: qkv's and gate_up's are added by the kernels that rotate, and that apply silu.
 KERNELS_A_LAYER = {
     "decode[1]": 5,
     "decode[8]": 5,
     "decode[64]": 7,
+    "prefill[32]": 9,
     "prefill[512]": 9,
     "decode[1]+lora": 5,
     "decode[8]+lora": 5,
     "decode[64]+lora": 7,
-    "prefill[512]+lora": 17,
+    "prefill[32]+lora": 9,
+    "prefill[512]+lora": 9 + 4 + 2,
 }
 # And of the rest. The last three choose the token: two to find the largest logit, one to leave it for the next step.
 KERNELS_BESIDE_LAYERS = {
     "decode[1]": 10,
     "decode[8]": 12,
     "decode[64]": 9,
+    "prefill[32]": 8,
     "prefill[512]": 8,
     "decode[1]+lora": 14,
     "decode[8]+lora": 19,
     "decode[64]+lora": 17,
-    "prefill[512]+lora": 19,
+    "prefill[32]+lora": 17,
+    "prefill[512]+lora": 20,
 }
-# In a prefill an expand and a shrink for each of the four fused linears and the head, an expand for the embedding; o and down, of
-# one width and one number of partial sums, share their expand. In decode those of head and embedding alone.
-DISTINCT_KERNELS = {"decode[8]": 0, "decode[8]+lora": 3, "prefill[512]": 0, "prefill[512]+lora": 10}
+# A shrink and an expand of the head, an expand of the embedding. In a prefill of many tokens also a shrink for each of the four
+# fused linears, which o and down add alone and the others as they rotate, and as they apply silu.
+DISTINCT_KERNELS = {
+    "decode[8]": 0,
+    "decode[8]+lora": 3,
+    "prefill[32]": 0,
+    "prefill[32]+lora": 3,
+    "prefill[512]": 0,
+    "prefill[512]+lora": 3 + 4 + 2 + 1 + 1,
+}
 CACHE_BYTES = 4096 * 16 * 2 * 32 * 128 * 2  # pages of one layer in tests.support.step_programs
 
 

@@ -16,12 +16,10 @@ from jax import lax
 from lora_jax.kernels.adapters import adapter_counters
 from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.deferred_norm import DeferredNorm
-from lora_jax.kernels.lora_items import most_items, work_items
 from lora_jax.kernels.rope_cache import HeadNorms
 
 from ..config import CacheConfig
 from ..kv_cache import DecodeInputs, kv_shape
-from ..lora.sites import decoder_linears
 from ..models import layers
 from ..models.llama import hf_plan
 from ..models.rope import inv_freq
@@ -150,10 +148,9 @@ class LayerOp:
             "slot_ids": jnp.arange(rows, dtype=jnp.int32) % max(self.adapters, 1),
         }
         if self.lora and self.spec.lora is not None:
-            config, linears = self.spec.lora.config, decoder_linears(self.spec.lora.groups)
-            room = most_items(self.adapters, config.padded_rank)
-            ranks = np.full((len(linears), config.max_loras), config.padded_rank, np.int32)
-            fixed["items"] = jnp.asarray(work_items(range(self.adapters), ranks, config.padded_rank, room))
+            ranks = self.spec.lora.slot_ranks()
+            ranks.fill()
+            fixed["items"] = jnp.asarray(ranks.items(np.asarray(fixed["slot_ids"]), rows))
         stream, qkv = jax.eval_shape(self._before, fixed)
         fixed["normed"] = _like(stream.normed)
         inputs = {"o": model.num_heads * model.head_dim, "down": model.intermediate_size}
@@ -190,7 +187,7 @@ class LayerOp:
             object.__setattr__(linear, "lora_layer", number)  # traced: one form of the call for all layers
         return layer
 
-    def _before(self, fixed: dict[str, Any]) -> tuple[layers.Stream, jax.Array]:
+    def _before(self, fixed: dict[str, Any]) -> tuple[layers.Stream, Any]:
         """The stream as a layer finds it, and its projection to q, k and v: for their shapes."""
         model, inputs = self.spec.model, self._inputs(fixed)
         shape = lambda *s: jnp.zeros(s, self.spec.dtype)  # noqa: E731

@@ -1,12 +1,19 @@
-"""Which rank rows the device slots hold for each linear of the decoder, and from them what a step with adapters has to compute."""
+"""Which rank rows the device slots hold for each linear of the decoder, and from them what a step with adapters has to compute.
+
+How a linear gets its adapters depends on the rows of its step alone: with at most MAX_ROWS inside a kernel of its own
+(`fused_lora`), with more beside its product (`tiled_lora`). The first is told per step, the second per tile of rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from lora_jax.kernels.lora_items import most_items, work_items
+from lora_jax.kernels.lora_items import ITEM, most_items, work_items
+from lora_jax.kernels.tile_items import most_tile_items, tile_items
+from lora_jax.kernels.tuning import MAX_ROWS, shrink_cut, tile_rows
 
 from .adapter import Adapter, TargetSpec
 from .sites import GroupShape, decoder_linears
@@ -15,26 +22,54 @@ from .sites import GroupShape, decoder_linears
 class SlotRanks:
     """For one runtime. An adapter's rank for a linear is the largest over the layers and the fused slices, 0 where it has none."""
 
-    def __init__(self, groups: Mapping[str, GroupShape], max_loras: int, padded_rank: int):
+    def __init__(self, groups: Mapping[str, GroupShape], max_loras: int, padded_rank: int, itemsize: int):
+        """itemsize: of the adapters' dtype."""
         self._groups = {name: i for i, name in enumerate(decoder_linears(groups))}
         self._ranks = np.zeros((len(self._groups), max_loras), np.int32)
-        self._padded_rank = padded_rank
-        self._listed: tuple[tuple, np.ndarray] | None = None
+        self._padded_rank, self._itemsize = padded_rank, itemsize
+        self._listed: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}  # for each shape the last
 
     def put(self, slot: int, adapter: Adapter, targets: Mapping[str, TargetSpec]) -> None:
         """The adapter's weights lie in the slot from now on."""
-        self._listed = None
+        self._listed.clear()
         self._ranks[:, slot] = 0
         for module, weights in adapter.modules.items():
             group = self._groups.get(targets[module].group)
             if group is not None:
                 self._ranks[group, slot] = max(self._ranks[group, slot], weights.rank)
 
-    def items(self, slots: Iterable[int], bucket: int) -> np.ndarray:
-        """int32 [linears, J * FIELDS]: `work_items` of a step of `bucket` rows, which have these slots; -1 is none. Read only:
-        as long as the same slots are in use it is the same array."""
-        key = (tuple(sorted({slot for slot in slots if slot >= 0})), bucket)
-        if self._listed is None or self._listed[0] != key:
-            room = most_items(min(self._ranks.shape[1], bucket), self._padded_rank)
-            self._listed = key, work_items(key[0], self._ranks, self._padded_rank, room)
-        return self._listed[1]
+    def fill(self) -> None:
+        """As if all slots held adapters of the largest rank for all linears: to time kernels without any."""
+        self._listed.clear()
+        self._ranks[:] = self._padded_rank
+
+    def items(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:
+        """What kernels have to compute in a step whose rows, a bucket of them, have these slots, -1: none. Rows of a request lie
+        side by side, and there are at most so many requests. Of `Adapters` (two dimensions) or of `TileAdapters` (three); the
+        shape follows from the two lengths. Read only: while nothing changes it is the same array."""
+        rows, shape = len(slot_ids), (len(slot_ids), requests)
+        used = tuple(sorted(set(slot_ids.tolist()) - {-1})) if rows <= MAX_ROWS else slot_ids.tobytes()
+        last = self._listed.get(shape)
+        if last is None or last[0] != used:
+            make = self._of_step if rows <= MAX_ROWS else self._of_tiles
+            last = self._listed[shape] = used, make(slot_ids, requests)
+        return last[1]
+
+    def _of_step(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:
+        room = most_items(min(self._ranks.shape[1], len(slot_ids), requests), self._padded_rank)
+        return work_items(sorted(set(slot_ids.tolist()) - {-1}), self._ranks, self._padded_rank, room)
+
+    def _of_tiles(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:
+        block_t, room = self._tiles(len(slot_ids), requests)
+        return tile_items(slot_ids, self._ranks, self._padded_rank, block_t, room)
+
+    def _tiles(self, rows: int, requests: int) -> tuple[int, int]:
+        """(rows of a tile, room for items)."""
+        block_t = tile_rows(rows, self._itemsize)
+        return block_t, most_tile_items(rows, block_t, requests, self._ranks.shape[1], self._padded_rank)
+
+    def scratch_bytes(self, rows: int, requests: int) -> int:
+        """What the tiles of a step of many rows need of the device's memory, from above: h of three slices and its parts."""
+        block_t, room = self._tiles(rows, requests)
+        cut = shrink_cut(rows, 1 << 20, block_t, 3, self._itemsize)
+        return room * block_t * 4 * (3 * ITEM + cut.parts * cut.width(3))

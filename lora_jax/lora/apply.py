@@ -18,6 +18,7 @@ from jax import lax
 
 from lora_jax.kernels import lora_expand, lora_shrink
 from lora_jax.kernels.adapters import Adapters, fits_adapters
+from lora_jax.kernels.tiled_lora import TileAdapters, fits_tiles
 
 from ..errors import ConfigError
 from .sites import GroupShape, LoRASite, decoder_linears
@@ -123,16 +124,42 @@ def lora_operands(module) -> dict[str, Any]:
 
 
 def row_adapters(linear: nnx.Linear, rows: int, items: jax.Array | None) -> Adapters | None:
-    """For a kernel that takes the place of an attached linear, adapters and all; None where no such kernel does. items: of
-    `Adapters`, in the order of `decoder_linears`."""
+    """For a kernel that takes the place of an attached linear, adapters and all; None where no such kernel does. items: of a
+    step, as `SlotRanks.items` gives them; those of `TileAdapters` are not for such kernels."""
+    operands = _step_operands(linear, items, 2)
+    if operands is None or not fits_adapters(rows, linear.kernel.shape[0], operands["slices"], linear.kernel.dtype):
+        return None
+    return Adapters(**operands)
+
+
+def tile_adapters(linear: nnx.Linear, items: jax.Array | None) -> TileAdapters | None:
+    """For kernels beside the product of an attached linear, its `base_product`; None where no such kernels are. items: of a
+    step, as `SlotRanks.items` gives them; those of `Adapters` are not for such kernels."""
+    operands = _step_operands(linear, items, 3)
+    if operands is None or not fits_tiles(linear.kernel.shape[0], operands["slices"], linear.kernel.dtype):
+        return None
+    return TileAdapters.of(**operands)
+
+
+def base_product(linear: nnx.Linear, x: jax.Array) -> jax.Array:
+    """What the linear gives without adapters, attached or not."""
+    return nnx.Linear.__call__(linear, x)
+
+
+def _step_operands(linear: nnx.Linear, items: jax.Array | None, ndim: int) -> dict[str, Any] | None:
+    """Of `Adapters`, whose items have two dimensions, or of `TileAdapters`, whose items have three."""
     module: Any = linear
-    if items is None or not isinstance(linear, LoRALinear) or module.lora_number is None:
+    if items is None or items.ndim != ndim or not isinstance(linear, LoRALinear) or module.lora_number is None:
         return None
-    inputs, slices = module.kernel.shape[0], module.lora_slices
-    if not fits_adapters(rows, inputs, slices, module.kernel.dtype):
-        return None
-    at = module.lora_slots[...], items, jnp.int32(module.lora_layer)
-    return Adapters(module.lora_a[...], module.lora_b[...], *at, slices, module.lora_number)
+    return dict(
+        a=module.lora_a[...],
+        b=module.lora_b[...],
+        slot_ids=module.lora_slots[...],
+        items=items,
+        layer=jnp.int32(module.lora_layer),
+        slices=module.lora_slices,
+        linear=module.lora_number,
+    )
 
 
 _SUBCLASS: dict[type, type] = {nnx.Linear: LoRALinear, nnx.Embed: LoRAEmbed}

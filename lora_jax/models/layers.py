@@ -17,8 +17,10 @@ from lora_jax.kernels.residual_matmul import fits_residual, residual_matmul
 from lora_jax.kernels.rope_cache import HeadNorms
 from lora_jax.kernels.skinny_matmul import fits, skinny_lora_matmul, skinny_matmul
 from lora_jax.kernels.swiglu import lora_swiglu, swiglu
+from lora_jax.kernels.tiled_expand import LoRASum, lora_add, lora_silu_mul
+from lora_jax.kernels.tiled_lora import lora_shrink_tiles
 
-from ..lora.apply import lora_linear, lora_operands, register_lora_class, row_adapters
+from ..lora.apply import base_product, lora_linear, lora_operands, register_lora_class, row_adapters, tile_adapters
 from .config import ModelConfig
 
 Rope = tuple[jax.Array, jax.Array]
@@ -27,7 +29,7 @@ Rope = tuple[jax.Array, jax.Array]
 
 class StepInputs(Protocol):
     """What a phase gives to every layer: how its tokens attend, the implementation ("triton" or "xla") of its kernels, and the
-    items of `Adapters`: None where no adapter is active, or where linears apply them by themselves."""
+    items of `SlotRanks`: None where no adapter is active."""
 
     @property
     def implementation(self) -> str: ...
@@ -37,7 +39,7 @@ class StepInputs(Protocol):
 
     def attend(
         self,
-        qkv: jax.Array,
+        qkv: jax.Array | LoRASum,
         rope: Rope,
         kv: jax.Array,
         *,
@@ -47,8 +49,8 @@ class StepInputs(Protocol):
         norms: HeadNorms | None,
         adapters: Adapters | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters | None]:
-        """qkv [T, (H + 2K) * D], or partial sums [S, ...] of it -> (heads' outputs [T, H * D], kv pages with the tokens,
-        arrivals, adapters). adapters: of the linear that reads the outputs, which may come back begun."""
+        """qkv [T, (H + 2K) * D], or partial sums [S, ...] of it, or its adapters still to be added -> (heads' outputs [T, H * D],
+        kv pages with the tokens, arrivals, adapters). adapters: of the linear that reads the outputs, which may come back begun."""
         ...
 
 
@@ -77,9 +79,9 @@ class Stream(NamedTuple):
         x, normed = norm.add(x, None, inputs.implementation)
         if inputs.implementation != "triton":
             return cls(x, normed, None)
-        # of a residual product, of an attention
+        # of a residual product, of an attention, and of tiles of rows, which are fewer
         pieces = max(x.shape[1] // 64, x.shape[0] * config.num_kv_heads)
-        if inputs.items is not None:
+        if inputs.items is not None and inputs.items.ndim == 2:
             pieces += adapter_counters(inputs.items, config.num_layers)
         return cls(x, normed, new_arrivals(pieces))
 
@@ -104,8 +106,28 @@ def _weights(linear: nnx.Linear, rows: int, inputs: StepInputs) -> _Weights | No
     return None if adapters is None else _Weights(linear.kernel[...], adapters)
 
 
-def _product(linear: nnx.Linear, x: Normed, arrivals: jax.Array | None, inputs: StepInputs):
-    """(linear(x) [T, out], or float32 partial sums [S, T, out] of it for a kernel that sums what it reads; arrivals)."""
+def _tiled(
+    linear: nnx.Linear, x: Normed, arrivals: jax.Array | None, inputs: StepInputs
+) -> tuple[LoRASum, jax.Array] | None:
+    """(linear(x) [T, out] as a product, bias and all, and what its adapters add, for a kernel that adds what it reads; arrivals).
+    None: not with few rows, and where the kernels do not take such adapters."""
+    adapters = tile_adapters(linear, inputs.items) if inputs.implementation == "triton" else None
+    if adapters is None:
+        return None
+    assert arrivals is not None
+    x = array(x)
+    h, after = lora_shrink_tiles(x, adapters, arrivals)
+    return LoRASum(base_product(linear, x), h, adapters), after
+
+
+def _product(
+    linear: nnx.Linear, x: Normed, arrivals: jax.Array | None, inputs: StepInputs
+) -> tuple[jax.Array | LoRASum, jax.Array | None]:
+    """(linear(x) [T, out], for a kernel that sums what it reads also float32 partial sums [S, T, out] of it or what `_tiled` says;
+    arrivals)."""
+    tiled = _tiled(linear, x, arrivals, inputs)
+    if tiled is not None:
+        return tiled
     size, outputs = linear.kernel.shape
     own = _weights(linear, x.shape[0], inputs) if fits(x.shape[0], size, outputs) else None
     if own is None:
@@ -115,14 +137,18 @@ def _product(linear: nnx.Linear, x: Normed, arrivals: jax.Array | None, inputs: 
     return skinny_lora_matmul(x, own.kernel, own.adapters, arrivals)
 
 
-def project(stream: Stream, linear: nnx.Linear, inputs: StepInputs) -> tuple[Stream, jax.Array]:
-    """The stream's norm through the linear: [T, out], or with few rows float32 partial sums [S, T, out] of it."""
+def project(stream: Stream, linear: nnx.Linear, inputs: StepInputs) -> tuple[Stream, jax.Array | LoRASum]:
+    """The stream's norm through the linear: [T, out], with many rows its adapters left to be added, or with few rows float32
+    partial sums [S, T, out] of it."""
     out, arrivals = _product(linear, stream.normed, stream.arrivals, inputs)
     return stream._replace(arrivals=arrivals), out
 
 
 def activate(stream: Stream, linear: nnx.Linear, inputs: StepInputs) -> tuple[Stream, jax.Array]:
     """silu(gate(x)) * up(x) [T, F] of the stream's norm x and a linear that gives gate and up side by side."""
+    tiled = _tiled(linear, stream.normed, stream.arrivals, inputs)
+    if tiled is not None:
+        return stream._replace(arrivals=tiled[1]), lora_silu_mul(*tiled[0])
     x, (size, outputs) = stream.normed, linear.kernel.shape
     own = _weights(linear, x.shape[0], inputs) if fits(x.shape[0], size, outputs // 2) else None
     if own is None:
@@ -162,6 +188,8 @@ def add(
         kernel, scale, adapters = own.kernel, norm.scale[...], begun or own.adapters
         return Stream(*residual_matmul(y, kernel, stream.x, scale, stream.arrivals, eps=norm.eps, adapters=adapters))
     out, arrivals = _product(linear, y, stream.arrivals, inputs)
+    if isinstance(out, LoRASum):
+        out = lora_add(*out)
     return Stream(*norm.add(stream.x, out, inputs.implementation), arrivals)
 
 

@@ -28,6 +28,7 @@ KINDS_OF_A_STEP = {"decode", "prefill", "rope", "product", "deferred", "residual
 # Products with adapters inside: no two of every 5 are of one kind and model.
 EVERY_WITH_ADAPTERS = {"h200": 1, "a100": 5, "l4": 1, "h100": 5, "rtx4090": 5}
 EVERY_CANDIDATE = {"l4": 1, "h200": 3}
+EVERY_OF_TILES = {"h200": 1, "a100": 5, "l4": 1, "h100": 5, "rtx4090": 5}
 # Shared memory of an H200's program with Llama-2-7B's sizes, rank 16: as many programs as this lets a multiprocessor hold.
 ROOM_WITH_ADAPTERS = {
     "product-llama2-7b.qkv-8": 45_000,  # five
@@ -61,8 +62,20 @@ def adapter_results():
     yield from compile_all("tests.kernels.compile_fused_lora", EVERY_WITH_ADAPTERS)
 
 
+@pytest.fixture(scope="module")
+def tile_results():
+    yield from compile_all("tests.kernels.compile_tiled_lora", EVERY_OF_TILES)
+
+
 def test_every_target_is_compiled_for() -> None:
-    assert set(EVERY) == set(EVERY_OF_A_STEP) == set(EVERY_WITH_ADAPTERS) == set(SHARED_BYTES) == set(CARDS)
+    assert (
+        set(EVERY)
+        == set(EVERY_OF_A_STEP)
+        == set(EVERY_WITH_ADAPTERS)
+        == set(EVERY_OF_TILES)
+        == set(SHARED_BYTES)
+        == set(CARDS)
+    )
 
 
 @pytest.mark.timeout(900)
@@ -131,6 +144,19 @@ def test_candidates_compile(card: str) -> None:
     assert {name: error for name, error in found.items() if isinstance(error, str)} == {}
     for name, summary in found.items():
         assert summary["kernels"] == 1 and summary["shared_bytes"] <= SHARED_BYTES[card], (name, summary)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("card", EVERY_OF_TILES)
+def test_kernels_of_adapters_in_tiles_compile(card: str, tile_results: dict[str, Future[dict[str, Any]]]) -> None:
+    """Each is one kernel that copies nothing: not the product it adds to, no pages, no adapter; a shrink has the parts of h."""
+    found = tile_results[card].result()
+    assert len(found) == -(-32 // EVERY_OF_TILES[card])
+    assert {name.split("-")[0] for name in found} == {"shrink", "rope", "silu", "add"}
+    assert {name: error for name, (_, error) in found.items() if isinstance(error, str)} == {}
+    for name, (scratch, summary) in found.items():
+        assert summary["shared_bytes"] <= SHARED_BYTES[card], (name, summary)
+        assert summary["kernels"] == 1 and summary["temp_bytes"] <= scratch + 1024, (name, scratch, summary)
 
 
 @pytest.mark.timeout(300)

@@ -14,6 +14,9 @@ import pytest
 from flax import nnx
 from lora_jax.kernels.decode_attention import decode_attention, lora_decode_attention
 from lora_jax.kernels.lora_items import most_items, work_items
+from lora_jax.kernels.tile_items import most_tile_items, tile_items
+from lora_jax.kernels.tiled_expand import LoRASum, lora_add
+from lora_jax.kernels.tuning import MAX_ROWS, tile_rows
 
 from lora_jax.kv_cache import DecodeInputs
 from lora_jax.lora.apply import attach
@@ -26,6 +29,7 @@ from lora_jax.step import ModelDef
 
 CONFIG = dataclasses.replace(known_shape("tiny"), num_layers=3, layer_windows=(None,) * 3)
 OPS = ("add_rms_norm", "skinny_matmul", "skinny_lora_matmul", "swiglu", "lora_swiglu", "residual_matmul")
+TILED_OPS = ("lora_shrink_tiles", "lora_add", "lora_silu_mul")
 SLOTS, RANK = 3, 8
 BEGUN: list[int] = []  # rows of each attention that began adapters
 
@@ -36,6 +40,7 @@ class Fused(DecodeInputs):
 
     def attend(self, qkv, rope, kv, *, arrivals, adapters=None, **how):
         assert arrivals is not None and arrivals.shape[0] >= self.positions.shape[0] * kv.shape[3]
+        qkv = lora_add(*qkv, implementation="xla") if isinstance(qkv, LoRASum) else qkv
         given = qkv, rope, kv, self.block_tables, self.positions, arrivals
         how |= dict(scale=kv.shape[-1] ** -0.5, implementation="xla")
         if adapters is None:
@@ -59,7 +64,7 @@ def called(request, monkeypatch):
 
         return call
 
-    for name in OPS:
+    for name in OPS + TILED_OPS:
         monkeypatch.setattr(layers, name, plain(name))
     return names
 
@@ -77,6 +82,16 @@ def with_adapters(model: Any, config: ModelConfig, slots: np.ndarray) -> Any:
     return ModelDef.of(model).with_adapters(params, jax.tree.map(jnp.asarray, stacks), ids, ids)
 
 
+def listed(slots: np.ndarray) -> np.ndarray:
+    """The items of a step, with few rows and with many."""
+    ranks, rows = np.full((4, SLOTS), RANK), len(slots)
+    ranks[3, 1] = 0
+    if rows <= MAX_ROWS:
+        return work_items(sorted({int(s) for s in slots} - {-1}), ranks, RANK, most_items(SLOTS, RANK))
+    block_t = tile_rows(rows, 4)
+    return tile_items(slots, ranks, RANK, block_t, most_tile_items(rows, block_t, rows, SLOTS, RANK))
+
+
 def hidden(
     rows: int, kind: type[DecodeInputs], implementation: str, adapters: bool = False, **changes
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -92,9 +107,7 @@ def hidden(
     if adapters:
         slots = (np.arange(rows) % (SLOTS + 1) - 1).astype(np.int32)
         model = with_adapters(model, config, slots)
-        ranks = np.full((4, SLOTS), RANK)
-        ranks[3, 1] = 0
-        items = jnp.asarray(work_items(sorted({int(s) for s in slots} - {-1}), ranks, RANK, most_items(SLOTS, RANK)))
+        items = jnp.asarray(listed(slots))
     given = jnp.asarray(np.arange(rows) % 9), 1 + jnp.arange(rows, dtype=jnp.int32)[:, None], implementation
     inputs = kind(*given, items if implementation == "triton" else None)
     tokens = jnp.arange(rows) * 7 % config.vocab_size
@@ -125,6 +138,13 @@ def test_fused_layers_equal_plain_ones(rows, changes, a_layer, called):
     assert np.abs(want).max() > 0.1
 
 
+TILED = [
+    "lora_shrink_tiles",
+    "lora_shrink_tiles",
+    "lora_add",
+    "add_rms_norm",
+]  # qkv's is added by attention, or in `Fused`
+TILED += ["lora_shrink_tiles", "lora_silu_mul", "lora_shrink_tiles", "lora_add", "add_rms_norm"]
 WIDE = dict(num_kv_heads=CONFIG.num_heads)  # a tile of columns lies in one of q, k and v
 
 
@@ -134,7 +154,9 @@ WIDE = dict(num_kv_heads=CONFIG.num_heads)  # a tile of columns lies in one of q
         (2, WIDE, ["skinny_lora_matmul", "residual_matmul", "lora_swiglu", "residual_matmul"]),
         (16, WIDE, ["skinny_lora_matmul", "residual_matmul", "lora_swiglu", "residual_matmul"]),
         (33, WIDE, [*["skinny_lora_matmul"] * 2, "add_rms_norm", "lora_swiglu", "skinny_lora_matmul", "add_rms_norm"]),
-        (65, WIDE, ["add_rms_norm", "add_rms_norm"]),
+        (65, WIDE, TILED),
+        (65, dict(qkv_bias=True, o_bias=True, mlp_bias=True), TILED),
+        (65, dict(intermediate_size=100), [*TILED[:4], "add_rms_norm"]),
         (8, {}, ["residual_matmul", "lora_swiglu", "residual_matmul"]),
         (8, dict(qkv_bias=True, o_bias=True), ["add_rms_norm", "lora_swiglu", "residual_matmul"]),
         (8, {**WIDE, "mlp_bias": True}, ["skinny_lora_matmul", "residual_matmul", "add_rms_norm"]),
@@ -154,10 +176,10 @@ def test_fused_layers_with_adapters_equal_plain_ones(rows, changes, a_layer, cal
 
 
 @pytest.mark.parametrize("called", [dict(implementation="triton", interpret=True)], ids=["interpreted"], indirect=True)
-@pytest.mark.parametrize("rows", [5, 33])
+@pytest.mark.parametrize("rows", [5, 33, 65])
 def test_the_kernels_themselves_in_three_layers(rows, called):
     want, want_pages = hidden(rows, DecodeInputs, "xla", adapters=True, **WIDE)
     got, pages = hidden(rows, Fused, "triton", adapters=True, **WIDE)
-    assert called.count("lora_swiglu") == CONFIG.num_layers
+    assert called.count("lora_swiglu" if rows <= MAX_ROWS else "lora_silu_mul") == CONFIG.num_layers
     np.testing.assert_allclose(got, want, rtol=5e-5, atol=5e-5)
     np.testing.assert_allclose(pages, want_pages, rtol=5e-5, atol=5e-5)

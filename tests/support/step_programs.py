@@ -59,13 +59,13 @@ def programs(card: str, layers: int, lora: bool, keys: list[StepKey]) -> dict[st
 def _distinct(hlo: str) -> int:
     """LoRA kernels that differ: calls whose configuration (the kernel's code) is the same count once."""
     calls = re.findall(r"custom-call\(.*?custom_call_target=\"__gpu\$xla\.gpu\.triton\".*?backend_config=(.*)", hlo)
-    return len({c for c in calls if re.search("lora_(shrink|expand)", c)})
+    return len({c for c in calls if re.search("lora_(shrink|expand|add|silu|rope)", c)})
 
 
 if __name__ == "__main__":
     card, *layers = sys.argv[1:]
     keys = [StepKey("decode", b, lora) for b in (1, 8, 64) for lora in (False, True)]
-    keys += [StepKey("prefill", 512, lora) for lora in (False, True)]
+    keys += [StepKey("prefill", b, lora) for b in (32, 512) for lora in (False, True)]
     plain = [StepKey("decode", 8), StepKey("prefill", 512)]
     result = {
         str(n): {

@@ -1,0 +1,301 @@
+"""Adapters beside a product of many rows: what a tile of rows needs of them, and no more.
+
+A tile of BT rows has items: up to ITEM rank rows of a slot that any of its rows uses. `lora_shrink_tiles` leaves h = x @ A^T of
+every item of every tile as an operand that tensor cores take as it is, zeros in the rows of other adapters. So whoever reads the
+product next adds h @ B in a dot or two an item (`tiled_expand`).
+Letters: T rows, K inputs, N outputs, L layers, S slots, R padded rank, n slices, J items of all tiles at most, P parts of K,
+G linears of a layer. Sources: Hu et al., "LoRA", 2021; Chen et al., "Punica", 2023.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from . import lora_layout as layout
+from .arrivals import check_arrivals, when_last
+from .in_kernel import dot, full, positions
+from .lora_items import ITEM
+from .lora_shrink import lora_shrink
+from .tile_items import GROUP
+from .tuning import ShrinkCut, shrink_cut, tile_rows
+
+
+# ---- 1. operands -----------------------------------------------------------------------------------------------------
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["a", "b", "slot_ids", "items", "layer"],
+    meta_fields=["slices", "linear", "block_t"],
+)
+@dataclass(frozen=True)
+class TileAdapters:
+    """The adapters of one linear in one step of many rows.
+
+    a [L, S, n*R, K] and b [L, S, R, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
+    [G, J + tiles, ITEM]: of `tile_items`; layer int32 scalar, an operand. slices: widths of the n output slices; linear: which of
+    the G lists is this linear's; block_t: rows of a tile.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    slot_ids: jax.Array
+    items: jax.Array
+    layer: jax.Array
+    slices: tuple[int, ...]
+    linear: int
+    block_t: int
+
+    @classmethod
+    def of(cls, a, b, slot_ids, items, layer, slices: tuple[int, ...], linear: int) -> TileAdapters:
+        """With the tiles of `tile_rows`."""
+        return cls(a, b, slot_ids, items, layer, slices, linear, tile_rows(slot_ids.shape[0], a.dtype.itemsize))
+
+    @property
+    def tiles(self) -> int:
+        return layout.cdiv(self.slot_ids.shape[0], self.block_t)
+
+    @property
+    def room(self) -> int:
+        """J"""
+        return self.items.shape[1] - self.tiles
+
+
+def fits_tiles(inputs: int, slices: tuple[int, ...], dtype: Any) -> bool:
+    """Whether linears of these sizes may have `TileAdapters`. Not in float16, where h could overflow."""
+    sizes_fit = not any(size % ITEM for size in (inputs, *slices))
+    return jnp.dtype(dtype) != jnp.float16 and sizes_fit and len(slices) <= 4
+
+
+def check_tile_adapters(op: str, adapters: TileAdapters, rows: int) -> None:
+    """Raises: ValueError naming the operand."""
+    a, b, n, block_t = adapters.a, adapters.b, len(adapters.slices), adapters.block_t
+    ok = a.ndim == b.ndim == 4 and a.shape[:2] == b.shape[:2] and a.shape[2] == n * b.shape[2]
+    if not ok or sum(adapters.slices) != b.shape[3]:
+        raise ValueError(
+            f"{op}: needs a [L, S, {n} * R, K] and b [L, S, R, {sum(adapters.slices)}], got {a.shape} and {b.shape}"
+        )
+    if a.dtype != b.dtype or not fits_tiles(a.shape[3], adapters.slices, a.dtype):
+        raise ValueError(
+            f"{op}: a and b must be of one dtype and slices {adapters.slices} of {a.shape[3]} inputs as fits_tiles says, "
+            f"got {a.dtype} and {b.dtype}"
+        )
+    if block_t & (block_t - 1) or block_t < 16:
+        raise ValueError(f"{op}: block_t must be a power of two from 16 on, got {block_t}")
+    layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
+    items = adapters.items
+    if (
+        items.dtype != jnp.int32
+        or items.ndim != 3
+        or items.shape[2] != ITEM
+        or adapters.room < 1
+        or not 0 <= adapters.linear < items.shape[0]
+    ):
+        want = f"int32 [G > {adapters.linear}, J + {adapters.tiles}, {ITEM}]"
+        raise ValueError(f"{op}: items must be {want}, got {items.dtype} {items.shape}")
+
+
+def h_shape(adapters: TileAdapters) -> jax.ShapeDtypeStruct:
+    """[n, halves, J, BT, ITEM]: h, in a dtype of fewer bits than float32 high and low part."""
+    dtype = adapters.a.dtype
+    halves = 2 if dtype.itemsize < 4 else 1
+    return jax.ShapeDtypeStruct((len(adapters.slices), halves, adapters.room, adapters.block_t, ITEM), dtype)
+
+
+def items_of(lists, linear: int, tile, tiles: int) -> tuple[Any, Any]:
+    """In a kernel: a tile's first item, and how many it has."""
+    line = lists.shape[1] - tiles + tile
+    return lists[linear, line, 0], lists[linear, line, 1]
+
+
+# ---- 2. the public op ------------------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnames=("cut", "implementation", "interpret"))
+def lora_shrink_tiles(
+    x: jax.Array,
+    adapters: TileAdapters,
+    arrivals: jax.Array,
+    *,
+    cut: ShrinkCut | None = None,
+    implementation: str = "triton",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(h as `h_shape` says, arrivals): of each item x @ A^T in the rows of its adapter, zeros in the tile's others; undefined where
+    no tile has an item.
+
+    x [T, K] of a's dtype; arrivals: of `new_arrivals`, a piece a tile, donated by the caller or copied. A row's bits do not depend
+    on the other rows, nor on which slots are in use. Raises: ValueError naming the operand.
+    """
+    layout.check_implementation("lora_shrink_tiles", implementation)
+    if x.ndim != 2 or x.dtype != adapters.a.dtype or x.shape[1] != adapters.a.shape[3]:
+        raise ValueError(
+            f"lora_shrink_tiles: x must be {adapters.a.dtype} [T, {adapters.a.shape[3]}], got {x.dtype} {x.shape}"
+        )
+    check_tile_adapters("lora_shrink_tiles", adapters, x.shape[0])
+    check_arrivals("lora_shrink_tiles", arrivals, adapters.tiles)
+    if implementation == "xla":
+        return _xla(x, adapters), arrivals
+    rows, inputs = x.shape
+    cut = cut or shrink_cut(rows, inputs, adapters.block_t, len(adapters.slices), x.dtype.itemsize)
+    return _triton(x, adapters, arrivals, cut, interpret)
+
+
+def _parts_of(h: jax.Array, dtype: Any, halves: int) -> list[jax.Array]:
+    """float32 h in the operand's dtype, and what that leaves of it."""
+    high = h.astype(dtype)
+    return [high, (h - high.astype(jnp.float32)).astype(dtype)][:halves]
+
+
+# ---- 3. the kernel ---------------------------------------------------------------------------------------------------
+def _kernel(
+    slot_ids,  # [T] int32
+    lists,  # [G, J + tiles, ITEM] int32
+    layer,  # [1] int32
+    x,  # [T, K]
+    a,  # [L, S * n * R, K]
+    _,  # counters, the same memory as below
+    h,  # [n, halves, J, BT, ITEM]
+    counters,
+    sums,  # [P, J, BT, width of an item] float32, scratch
+    *,
+    cut: ShrinkCut,
+    linear: int,
+    tiles: int,
+    rank: int,
+    interpret: bool,
+):
+    """Program (row tile, part): the part of K for all items of the tile, a group of them at a time, their slices side by side.
+    The last program of a tile adds the parts up."""
+    tile, part = pl.program_id(0), pl.program_id(1)
+    (tokens, inputs), (n, halves, _, block_t, _) = x.shape, h.shape
+    width = cut.width(n)
+    begin, count = items_of(lists, linear, tile, tiles)
+    steps = layout.cdiv(inputs // cut.block_k, cut.parts)
+    here = jnp.minimum(steps, inputs // cut.block_k - part * steps)
+
+    def place(column) -> tuple[jax.Array, Any, jax.Array]:
+        """Of a group's columns: slice, item after the group's first, rank row. Said so that Triton sees what lies side by side."""
+        block = lax.div(column, ITEM)
+        at_slice = block if cut.group == 1 else lax.div(block, cut.group)
+        return at_slice, block - at_slice * cut.group, lax.rem(column, ITEM)
+
+    at_slice, item, r = place(lax.iota(jnp.int32, width))
+
+    def b_rows(first) -> jax.Array:
+        """The row of B of each column of a group, -1: none."""
+        rows = plgpu.load(lists.at[full(linear, (width,)), first + item, r])
+        return jnp.where(at_slice < n, rows, -1)
+
+    def product(first) -> jax.Array:
+        b_row = b_rows(first)
+        slot = lax.div(b_row, rank)
+        a_row = (slot * n + at_slice) * rank + b_row - slot * rank
+
+        def body(i, acc):
+            k0 = (part * steps + i) * cut.block_k
+            row, k = positions((block_t, cut.block_k), k0)
+            t = tile * block_t + row
+            mask = None if tokens % block_t == 0 else t < tokens
+            x_tk = plgpu.load(x.at[t, k], mask=mask, other=None if mask is None else 0)
+            _, k = positions((width, cut.block_k), k0)
+            at = (full(layer[0], k.shape), jnp.broadcast_to(a_row[:, None], k.shape), k)
+            a_ck = plgpu.load(a.at[at], mask=jnp.broadcast_to((b_row >= 0)[:, None], k.shape), other=0)
+            return acc + dot(x_tk, a_ck.T)
+
+        return lax.fori_loop(0, here, body, jnp.zeros((block_t, width), jnp.float32))
+
+    def put(first, value) -> None:
+        """The finished h of a group."""
+        b_row, t = b_rows(first), tile * block_t + lax.iota(jnp.int32, block_t)
+        ids = plgpu.load(slot_ids.at[t], mask=t < tokens, other=-1)
+        own = (b_row >= 0)[None, :] & (ids[:, None] == lax.div(b_row, rank)[None, :])
+        value = jnp.where(own, value, 0.0)  # never a product with zero: another row's inf must not reach this one
+        row, c = positions((block_t, width))
+        s, j, k = place(c)
+        mask = None if width == n * cut.group * ITEM else s < n
+        for q, half in enumerate(_parts_of(value, h.dtype, halves)):
+            plgpu.store(h.at[s, full(q, s.shape), first + j, row, k], half, mask=mask)
+
+    def sums_of(p, first):
+        row, c = positions((block_t, width))
+        own = width // cut.group
+        return sums.at[full(p, c.shape), first + lax.div(c, own), row, lax.rem(c, own)]
+
+    def each_group(do) -> None:
+        def body(group, carry):
+            do(begin + group * cut.group)
+            return carry
+
+        lax.fori_loop(0, pl.cdiv(count, cut.group), body, 0)
+
+    if cut.parts == 1:
+        return each_group(lambda first: put(first, product(first)))
+
+    def join(first) -> None:
+        put(first, functools.reduce(jnp.add, [plgpu.load(sums_of(p, first)) for p in range(cut.parts)]))
+
+    @pl.when(count > 0)
+    def _():
+        each_group(lambda first: plgpu.store(sums_of(part, first), product(first)))
+        when_last(counters, tile, cut.parts, lambda: each_group(join), interpret=interpret)
+
+
+# ---- 4. the call -----------------------------------------------------------------------------------------------------
+def _triton(
+    x: jax.Array, adapters: TileAdapters, arrivals: jax.Array, cut: ShrinkCut, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    layers, slots, n_rank, inputs = adapters.a.shape
+    n, like, h = len(adapters.slices), jax.ShapeDtypeStruct, h_shape(adapters)
+    if cut.block_k > inputs or inputs % cut.block_k or GROUP % cut.group:
+        raise ValueError(
+            f"lora_shrink_tiles: steps of {cut.block_k} must divide K = {inputs}, groups of {cut.group} {GROUP}"
+        )
+    # No part is empty: each has the same number of steps but the last, which may have less.
+    blocks = inputs // cut.block_k
+    cut = cut._replace(parts=layout.cdiv(blocks, layout.cdiv(blocks, cut.parts)))
+    sums = (cut.parts, adapters.room, adapters.block_t, cut.width(n) // cut.group) if cut.parts > 1 else (1, 1, 1, 16)
+    h, counters, _ = pl.pallas_call(
+        functools.partial(
+            _kernel, cut=cut, linear=adapters.linear, tiles=adapters.tiles, rank=n_rank // n, interpret=interpret
+        ),
+        out_shape=(h, like(arrivals.shape, arrivals.dtype), like(sums, jnp.float32)),
+        grid=(adapters.tiles, cut.parts),
+        input_output_aliases={5: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=cut.num_warps, num_stages=cut.num_stages),
+        name="lora_shrink_tiles",
+        interpret=interpret,
+    )(
+        adapters.slot_ids,
+        adapters.items,
+        adapters.layer.reshape(1),
+        x,
+        adapters.a.reshape(layers, slots * n_rank, inputs),
+        arrivals,
+    )
+    return h, counters
+
+
+# ---- 5. the plain-JAX form -------------------------------------------------------------------------------------------
+def tile_of_items(adapters: TileAdapters) -> tuple[jax.Array, jax.Array]:
+    """(of each item the row of B of its rank rows, int32 [J, ITEM], -1: none; its tile, int32 [J])."""
+    own = adapters.items[adapters.linear]
+    tile = jnp.searchsorted(own[adapters.room :, 0], jnp.arange(adapters.room), side="right") - 1
+    return own[: adapters.room], tile
+
+
+def _xla(x: jax.Array, adapters: TileAdapters) -> jax.Array:
+    tokens, n, rank, like = x.shape[0], len(adapters.slices), adapters.b.shape[2], h_shape(adapters)
+    own = lora_shrink(x, adapters.a, adapters.slot_ids, adapters.layer, implementation="xla")[0]
+    b_row, tile = tile_of_items(adapters)
+    row = tile[:, None] * adapters.block_t + jnp.arange(adapters.block_t)  # [J, BT]
+    of_row = own.reshape(tokens, n, rank).at[row].get(mode="clip")  # [J, BT, n, R]
+    h = jnp.take_along_axis(of_row, jnp.maximum(b_row, 0)[:, None, None] % rank, axis=3)
+    ids = adapters.slot_ids.at[row].get(mode="fill", fill_value=-1)
+    mine = (b_row >= 0)[:, None] & (b_row[:, None] // rank == ids[..., None])  # [J, BT, ITEM]
+    h = jnp.where(mine[:, :, None], h, 0.0).transpose(2, 0, 1, 3)
+    return jnp.stack(_parts_of(h, like.dtype, like.shape[1]), axis=1)
