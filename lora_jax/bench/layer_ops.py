@@ -140,17 +140,18 @@ class LayerOp:
     def _fixed(self, dtype: str, tables: np.ndarray) -> dict[str, Any]:
         model, rows = self.spec.model, self.rows
         positions = jnp.full((rows,), self.context - 1, jnp.int32)
+        slot_ids = np.arange(rows, dtype=np.int32) % max(self.adapters, 1)
         fixed: dict[str, Any] = {
             "positions": positions,
             "tables": jnp.asarray(self._padded(tables)),
             "rope": layers.rope_tables(positions, jnp.asarray(inv_freq(model.rope, model.head_dim))),
             "x": timing.values((rows, model.hidden_size), dtype, 2),
-            "slot_ids": jnp.arange(rows, dtype=jnp.int32) % max(self.adapters, 1),
+            "slot_ids": jnp.asarray(slot_ids),
         }
         if self.lora and self.spec.lora is not None:
             ranks = self.spec.lora.slot_ranks()
             ranks.fill()
-            fixed["items"] = jnp.asarray(ranks.items(np.asarray(fixed["slot_ids"]), rows))
+            fixed["items"] = jnp.asarray(ranks.items(slot_ids, rows))
         stream, qkv = jax.eval_shape(self._before, fixed)
         fixed["normed"] = _like(stream.normed)
         inputs = {"o": model.num_heads * model.head_dim, "down": model.intermediate_size}
