@@ -128,7 +128,8 @@ def test_a_server_that_ignores_sigterm_is_killed(fake, monkeypatch):
 
 
 STOPPED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it starts in the background
 from lora_jax.demo import run
 from lora_jax.demo.assets import DemoAssets
 run.prepare = lambda: DemoAssets("somewhere", {"json": "a"})

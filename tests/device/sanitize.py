@@ -4,7 +4,8 @@
     compute-sanitizer --tool racecheck --error-exitcode 9 python tests/device/sanitize.py        # shared memory
 
 With that allocator every array is an allocation of its own, so that a read beyond its end is one that the tool sees. Results are
-compared with float64 as well. --form interpret runs the list on any backend; --only NAME a part of it.
+compared with float64 as well. `lora_shrink` and `lora_expand` are in the list of kernels_on_gpu.py. --form interpret runs this
+list on any backend; --only NAME a part of it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
+import jax.numpy as jnp
 from lora_jax.kernels.cases import AttentionCase
 from lora_jax.kernels.prefill_attention import BLOCK_TOKENS
 
 from tests.support import attention_oracle, begun_checks
 from tests.support import fused_lora_checks as fused
 from tests.support import kernel_checks as checks
+from tests.support import tiled_lora_checks as tiled
 
 ONE_HEAD = AttentionCase("one-head", 3, 8, 8, 24, 4, 37)
 GROUPED = AttentionCase("grouped", 3, 12, 4, 64, 4, 37)
@@ -34,6 +37,14 @@ def _fused(op: str, rows: int) -> Callable[[str], object]:
     case = fused.Case(op, rows, 576, SHAPES[op], "bfloat16", 9 if op != "residual" and rows <= 16 else None)
     slots = [(1, -1, 3, 1, 5, 2, 4, 0)[t % 8] for t in range(rows)]
     return lambda form: fused.check(fused.make(case, slots, 1), form)
+
+
+def _tiles(form: str) -> None:
+    ids = tiled.mixed_ids(100)  # the last tile is not full
+    how = {} if form == "triton" else dict(interpret=True)
+    tiled.check_add(tiled.Case((128,), 576, ids, jnp.bfloat16), how)
+    tiled.check_silu_mul(tiled.Case((192, 192), 576, ids, jnp.bfloat16), how)
+    tiled.check_rope(tiled.Case((192, 64, 64), 576, ids, jnp.bfloat16), how, 6, 2, True)
 
 
 def _prefill(form: str) -> None:
@@ -51,6 +62,7 @@ CHECKS: dict[str, Callable[[str], object]] = {
     "decode-attention": lambda form: checks.check_decode(ONE_HEAD, form, parts=2),
     "decode-attention-grouped": lambda form: checks.check_decode(GROUPED, form, norms=True),
     "prefill-attention": _prefill,
+    "adapters-tiles": _tiles,
     **{
         f"adapters-{op}-{rows}": _fused(op, rows) for op in SHAPES for rows in (5, 33) if (op, rows) != ("residual", 33)
     },
