@@ -123,6 +123,13 @@ def test_random_adapters_differ_and_cover_the_decoder(tmp_path):
     assert settings["r"] == 4 and len(settings["target_modules"]) == 7
 
 
+def test_random_adapters_of_a_kind_have_its_linears(tmp_path):
+    folder = adapters.write_random_adapter(tmp_path / "a", known_shape("tiny"), 3, 1, ("q_proj", "down_proj"))
+    with safe_open(folder / "adapter_model.safetensors", "np") as file:
+        assert {name.split(".")[-3] for name in file.keys()} == {"q_proj", "down_proj"}
+    assert json.loads((folder / "adapter_config.json").read_text())["target_modules"] == ["down_proj", "q_proj"]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -9,6 +9,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import matplotlib
+import numpy as np
 import pytest
 
 from lora_jax import dispatch
@@ -20,6 +21,7 @@ from lora_jax.bench.rounds import Round
 from lora_jax.cli import main
 from lora_jax.cli_args import OptionParser
 from lora_jax.errors import ConfigError
+from lora_jax.models.shapes import known_shape
 from lora_jax.request import LoRARequest
 
 COMMON = ["overhead", "--model", "tiny", "--load-format", "dummy"]
@@ -182,7 +184,8 @@ class FakeEngine:
         self.ran: list[tuple[int, int]] = []  # rows, adapters
         self.writes = 0
         self.step_table = SimpleNamespace(report=lambda: [dict(key="decode[8]", hits=len(self.ran), program_hash="x")])
-        self.dtype = "float32"
+        self.dtype = np.dtype("float32")
+        self.model_config = known_shape("tiny")
 
     def stats(self):
         return {"slot_writes": self.writes}
@@ -230,6 +233,24 @@ def test_every_size_is_warmed_up_and_counts_its_own_rounds_alone(fakes):
         assert all(len(v["latency_ms"]["rounds"]) == 5 for v in found["variants"].values())
 
 
+def test_adapters_of_other_kinds_are_variants_of_their_own(fakes):
+    words = "--batch-size 4 --num-active-loras 3 --more-adapters 64 8,2:q_proj,v_proj --max-loras 9 --num-rounds 2"
+    options = parse(*words.split(), "--num-iters-warmup", "0", "--device", "cpu")
+    overhead.check(options)
+    overhead.fill_defaults(options, "cpu")
+    assert overhead.engine_args(options)["specialized"].max_lora_rank == 64
+    requests = [LoRARequest(str(i)) for i in range(3)]
+    more = dict.fromkeys(options.more_adapters, requests)
+    names = list(overhead.measure_batch(fakes, requests, overhead.one_batch(options, 4), more)["variants"])
+    assert names[3:] == [
+        "1 adapter",
+        "3 adapters",
+        "3 adapters of rank 64",
+        "3 adapters of ranks 2, 8 on q_proj, v_proj",
+    ]
+    assert [n for _, n in fakes["specialized"].ran].count(3) == 3 * (1 + 2)
+
+
 def test_an_interrupted_run_has_shown_what_it_measured(fakes, monkeypatch):
     raw = io.BytesIO()
     # block-buffered, as a pipe: what is not flushed does not reach raw
@@ -237,11 +258,11 @@ def test_an_interrupted_run_has_shown_what_it_measured(fakes, monkeypatch):
     seen = []
     measure = overhead.measure_batch
 
-    def interrupted(engines, adapters, options):
+    def interrupted(engines, adapters, options, more):
         seen.append(raw.getvalue().decode())
         if options.batch_size == 4:
             raise KeyboardInterrupt
-        return measure(engines, adapters, options)
+        return measure(engines, adapters, options, more)
 
     monkeypatch.setattr(overhead, "measure_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -255,10 +276,10 @@ def test_an_interrupted_run_has_shown_what_it_measured(fakes, monkeypatch):
 def test_an_interrupted_run_has_kept_what_it_measured(fakes, monkeypatch, tmp_path):
     measure = overhead.measure_batch
 
-    def interrupted(engines, adapters, options):
+    def interrupted(engines, adapters, options, more):
         if options.batch_size == 4:
             raise KeyboardInterrupt
-        return measure(engines, adapters, options)
+        return measure(engines, adapters, options, more)
 
     monkeypatch.setattr(overhead, "measure_batch", interrupted)
     assert main(["bench", *COMMON, *f"--device cpu --batch-size 2 1 4 --json {tmp_path / 'kept.json'}".split()]) != 0
@@ -287,7 +308,7 @@ def test_whole_run(whole_run):
     code, _, result, _ = whole_run
     assert code == 0
     common = "benchmark model dtype input_len output_len lora_rank num_rounds num_iters_warmup num_pages max_model_len "
-    common += "max_num_seqs max_loras hardware batches identity memory command versions date"
+    common += "more_adapters max_num_seqs max_loras hardware batches identity memory command versions date"
     assert sorted(result) == sorted(common.split())
     assert [(b["batch_size"], b["num_active_loras"]) for b in result["batches"]] == [(2, 2), (1, 1)]
     for batch, names in zip(result["batches"], (["1 adapter", "2 adapters"], ["1 adapter"]), strict=True):

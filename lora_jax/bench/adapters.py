@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,16 @@ from safetensors.numpy import save_file
 from ..models.config import ModelConfig
 from ..models.llama import lora_targets
 from ..request import LoRARequest
+from .adapter_kinds import AdapterKind
 from .traffic import decoder_linears
 
 
-def write_random_adapter(folder: Path, config: ModelConfig, rank: int, seed: int) -> Path:
-    """A bfloat16 adapter on all linears of the decoder layers. Returns folder, which is made."""
-    folder.mkdir(parents=True)
+def write_random_adapter(folder: Path, config: ModelConfig, rank: int, seed: int, linears: Sequence[str] = ()) -> Path:
+    """A bfloat16 adapter on these linears of all decoder layers, none: on all. Returns folder, which is made."""
     rng = np.random.default_rng(seed)
     targets = lora_targets(config)
-    names = decoder_linears(config)
+    names = [name for name in decoder_linears(config) if not linears or name.rsplit(".", 1)[1] in linears]
+    folder.mkdir(parents=True)
     tensors = {}
     for name in names:
         spec = targets[name]
@@ -41,10 +44,14 @@ def write_random_adapter(folder: Path, config: ModelConfig, rank: int, seed: int
     return folder
 
 
-def load_random_adapters(engine: Any, count: int, rank: int) -> list[LoRARequest]:
-    """Makes and loads `count` adapters; their files are gone afterwards."""
-    names = [f"random-{i}" for i in range(count)]
+def load_random_adapters(engine: Any, count: int, rank: int | AdapterKind) -> list[LoRARequest]:
+    """Makes and loads `count` adapters of a rank or kind; their files are gone afterwards."""
+    kind, requests = rank if isinstance(rank, AdapterKind) else AdapterKind((rank,)), []
     with tempfile.TemporaryDirectory(prefix="lora-jax-bench-") as folder:
-        for seed, name in enumerate(names):
-            engine.load_lora(name, str(write_random_adapter(Path(folder, name), engine.model_config, rank, seed)))
-    return [LoRARequest(name) for name in names]
+        for i in range(count):
+            name = "-".join(["random", *map(str, kind.ranks), *kind.linears, str(i)])
+            config, path = engine.model_config, Path(folder, name)
+            engine.load_lora(name, str(write_random_adapter(path, config, kind.rank(i), i, kind.linears)))
+            shutil.rmtree(path)  # of 7B and rank 128 each has 0.6 GB
+            requests.append(LoRARequest(name))
+    return requests

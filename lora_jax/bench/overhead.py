@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..cli_args import model_of
 from ..config import EngineArgs
 from ..errors import ConfigError
 from ..request import LoRARequest
+from .adapter_kinds import AdapterKind
 from .overhead_table import chart, closing, section
 from .paired import Spread, order_of_round, paired_ratios
 from .rounds import (
@@ -52,10 +53,19 @@ print_now = partial(print, flush=True)
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine with adapters for its rows; none: base rows."""
+    """An engine with adapters for its rows; none: base rows. kind: of the adapters."""
 
     engine: Any
     adapters: tuple[LoRARequest, ...] = ()
+    kind: AdapterKind = AdapterKind(())
+
+    def adapter_bytes(self) -> int:
+        """Of A and B of all its adapters, as they lie on the device: what a decode step has to read of them."""
+        from .traffic import adapter_bytes
+
+        config, item = self.engine.model_config, self.engine.dtype.itemsize
+        each = (adapter_bytes(config, item, self.kind.rank(i), self.kind.linears) for i in range(len(self.adapters)))
+        return sum(each)
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="adapters of the last variant, shared out over the rows; a smaller batch takes one a row (default: 8 or the "
         "largest batch size, what is less)",
     )
+    group.add_argument(
+        "--more-adapters",
+        type=AdapterKind.parse,
+        nargs="+",
+        default=[],
+        metavar="KIND",
+        help="further variants with as many adapters of other kinds: ranks, in turn where there are several, and the linears "
+        "they are on: 64 or 8,16,64 or 16:q_proj,v_proj; all kinds lie in slots at once, so --max-loras counts them all",
+    )
     add_batch_engine_arguments(parser)
 
 
@@ -98,13 +117,15 @@ def run(options: argparse.Namespace, show: Callable[[str], None] = print_now) ->
     args = engine_args(options)
     engines, memory = build_engines(args, setup.device)
     lora = engines["specialized"]
-    adapters = tuple(load_random_adapters(lora, options.num_active_loras, options.lora_rank))
+    load = partial(load_random_adapters, lora, options.num_active_loras)
+    adapters, more = load(options.lora_rank), {kind: load(kind) for kind in options.more_adapters}
     common = {
         "model": model_of(options),
         **{
             name: getattr(options, name)
             for name in "input_len output_len lora_rank num_rounds num_iters_warmup".split()
         },
+        "more_adapters": [asdict(kind) for kind in more],
         "dtype": str(lora.dtype),
         **{
             name: getattr(args["specialized"], name)
@@ -115,7 +136,7 @@ def run(options: argparse.Namespace, show: Callable[[str], None] = print_now) ->
     identity = compare_programs(engines["plain"].step_table.report(), lora.step_table.report())
     result = {**common, "batches": [], "identity": identity, "memory": memory}
     for size in options.batch_size:
-        result["batches"].append(measure_batch(engines, adapters, one_batch(options, size)))
+        result["batches"].append(measure_batch(engines, adapters, one_batch(options, size), more))
         for line in section(common, result["batches"][-1]):
             show(line)
         if keep := getattr(options, "keep", None):  # a run that is cut short keeps what it measured
@@ -155,7 +176,16 @@ def engine_args(options: argparse.Namespace) -> dict[str, EngineArgs]:
     """The three engines' options, sized for the largest batch: equal but for LoRA, and all with the same num_pages, which is
     part of every program's shape. Raises: ConfigError."""
     active, largest = options.num_active_loras, one_batch(options, max(options.batch_size))
+    largest.lora_rank = max(options.lora_rank, *(max(kind.ranks) for kind in options.more_adapters), 0)
     lora = batch_engine_args(largest, active)
+    kinds = [AdapterKind((options.lora_rank,)), *options.more_adapters]
+    if len(set(kinds)) < len(kinds):
+        raise ConfigError(f"--more-adapters: {max(kinds, key=kinds.count).of(active)} are measured once already")
+    if active * len(kinds) > lora.max_loras:
+        raise ConfigError(
+            f"--more-adapters: {active * len(kinds)} adapters in all need --max-loras as large, not {lora.max_loras}, or they "
+            "would be written to slots while others are measured"
+        )
     if lora.num_pages is None:
         # all rows at once, and a page to spare for each: three engines of one device cannot each take all that is free
         pages = -(-(options.input_len + options.output_len) // lora.page_size)
@@ -204,15 +234,21 @@ def adapter_variant(n: int) -> str:
 
 
 def measure_batch(
-    engines: Mapping[str, Any], adapters: Sequence[LoRARequest], options: argparse.Namespace
+    engines: Mapping[str, Any],
+    adapters: Sequence[LoRARequest],
+    options: argparse.Namespace,
+    more: Mapping[AdapterKind, Sequence[LoRARequest]] | None = None,
 ) -> dict[str, Any]:
-    """One batch size (see `one_batch`): every variant once to see its programs, the warm-up rounds, the measured rounds."""
+    """One batch size (see `one_batch`): every variant once to see its programs, the warm-up rounds, the measured rounds. more:
+    adapters of other kinds."""
     from ..dispatch import compilations
 
     lora = engines["specialized"]
     variants = {PLAIN: Variant(engines["plain"]), BEFORE: Variant(engines["ops_left_in"]), AFTER: Variant(lora)}
     for n in sorted({1, options.num_active_loras}):
-        variants[adapter_variant(n)] = Variant(lora, tuple(adapters[:n]))
+        variants[adapter_variant(n)] = Variant(lora, tuple(adapters[:n]), AdapterKind((options.lora_rank,)))
+    for kind, others in (more or {}).items():
+        variants[kind.of(options.num_active_loras)] = Variant(lora, tuple(others[: options.num_active_loras]), kind)
     programs = {name: programs_of(variant, options) for name, variant in variants.items()}
     for i in range(options.num_iters_warmup):
         measure_round(variants, options, i)
@@ -222,6 +258,7 @@ def measure_batch(
         "batch_size": options.batch_size,
         "num_active_loras": options.num_active_loras,
         "variants": summarize(rounds, options.output_len, programs),
+        "adapter_bytes": {name: variant.adapter_bytes() for name, variant in variants.items() if variant.adapters},
         "compilations_while_measuring": compilations() - compiled,
         "slot_writes_while_measuring": lora.stats()["slot_writes"] - writes,
     }

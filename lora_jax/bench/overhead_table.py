@@ -32,10 +32,15 @@ def section(common: dict[str, Any], batch: dict[str, Any]) -> list[str]:
         "",
         "latency over plain of the same round: median (quartiles; extremes)",
     ]
+    width = max(26, *map(len, active))
     for name in [*TITLES, *active][1:]:
-        lines.append(f"  {TITLES.get(name, name):<26} {_spread(variants[name]['latency_ms']['ratio_to_plain'])}")
+        lines.append(f"  {TITLES.get(name, name):<{width}} {_spread(variants[name]['latency_ms']['ratio_to_plain'])}")
+    lines += ["", "added to a decode step, and what it has to read of the adapters"]
+    step = {name: v["ms_per_output_token"]["median"] for name, v in variants.items()}
+    for name, size in batch["adapter_bytes"].items():
+        lines.append(f"  {name:<{width}} {step[name] - step['plain']:+.3f} ms, {size / 1e6:,.1f} MB")
     lines.append("")
-    lines += [f"{TITLES.get(name, name):<28} ran {', '.join(variants[name]['programs'])}" for name in variants]
+    lines += [f"{TITLES.get(name, name):<{width + 2}} ran {', '.join(variants[name]['programs'])}" for name in variants]
     if batch["compilations_while_measuring"]:
         lines.append(f"DISTURBED: {batch['compilations_while_measuring']} compilations while measuring")
     if batch["slot_writes_while_measuring"]:

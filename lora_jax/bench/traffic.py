@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -41,10 +41,11 @@ def decoder_linears(config: ModelConfig) -> list[str]:
     return [name for name in lora_targets(config) if ".layers." in name]
 
 
-def adapter_bytes(config: ModelConfig, itemsize: int, rank: int) -> int:
-    """A and B of one adapter on all linears of the decoder layers."""
+def adapter_bytes(config: ModelConfig, itemsize: int, rank: int, linears: Sequence[str] = ()) -> int:
+    """A and B of one adapter on these linears of the decoder layers, none: on all."""
     targets = lora_targets(config)
-    return sum(targets[n].in_features + targets[n].out_features for n in decoder_linears(config)) * rank * itemsize
+    names = [n for n in decoder_linears(config) if not linears or n.rsplit(".", 1)[1] in linears]
+    return sum(targets[n].in_features + targets[n].out_features for n in names) * rank * itemsize
 
 
 def decode_step_bytes(
