@@ -10,6 +10,8 @@ from .errors import ConfigError
 
 Implementation = Literal["auto", "triton", "xla"]
 
+LARGEST_RANK = 256
+
 
 def _buckets(low: int, high: int, factor: int) -> tuple[int, ...]:
     out = []
@@ -84,8 +86,8 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         if self.max_loras < 1:
             raise ConfigError(f"max_loras must be >= 1, got {self.max_loras}")
-        if not 1 <= self.max_lora_rank <= 256:
-            raise ConfigError(f"max_lora_rank must be in [1, 256], got {self.max_lora_rank}")
+        if not 1 <= self.max_lora_rank <= LARGEST_RANK:
+            raise ConfigError(f"max_lora_rank must be in [1, {LARGEST_RANK}], got {self.max_lora_rank}")
         if self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras={self.max_cpu_loras} must be >= max_loras={self.max_loras}")
 

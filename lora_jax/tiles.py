@@ -1,4 +1,5 @@
-"""Measured tiles in a file beside the compile cache: `lora-jax bench kernels --autotune` writes it, an engine reads it at start.
+"""Measured tiles in a file in the compile cache's folder: `lora-jax bench kernels --autotune` writes it, an engine reads it at
+start.
 
 One file holds tables of several cards and versions; a reader takes the one that was measured on its kind of card with its jax and
 its kernels, and of that what the kernels take today. The file is data: nothing in it is run.
@@ -6,11 +7,14 @@ its kernels, and of that what the kernels take today. The file is data: nothing 
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +48,7 @@ def stored_tiles(cache: str | None, setup: DeviceSetup) -> TileTable:
         log.info("tiles: a measured table is in use, %d entries of %s", len(table.entries), path)
     else:
         log.info(
-            "tiles: from shapes alone (none measured for this card and version; lora-jax bench kernels --autotune)"
+            "tiles: from shapes alone (no measured ones for this card and version in use; see lora-jax bench kernels --autotune)"
         )
     return table
 
@@ -77,11 +81,12 @@ def read_tiles(path: Path, name: str) -> TileTable:
 
 def _tables(path: Path) -> dict[str, Any]:
     """Name -> entries, unchecked; {} without a file. Raises: OSError, ValueError."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST + 1)
-    except FileNotFoundError:
+    if not path.exists():
         return {}
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError("it is no file")
+    with path.open("rb") as file:
+        text = file.read(LARGEST + 1)
     if len(text) > LARGEST:
         raise ValueError(f"larger than {LARGEST} bytes")
     found = json.loads(text)
@@ -94,21 +99,43 @@ def _tables(path: Path) -> dict[str, Any]:
 def write_tiles(path: Path, name: str, table: TileTable, measured: set[Any]) -> TileTable:
     """Puts a table in the file and returns all of it that is there now: entries of keys that were not measured stay, as do other
     tables. A reader sees the old file or the new one. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        tables = _tables(path)
-    except (ValueError, RecursionError):  # damaged: replaced
-        tables = {}
-    kept = {key: tiles for key, tiles in from_data(tables.get(name, []))[0].entries if key not in measured}
-    table = TileTable.of({**kept, **table.by_key})
-    text = json.dumps({"tables": {**tables, name: to_data(table)}}, indent=1) + "\n"
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    check_tiles_file(path)
+    path = path.resolve()  # of a link, what it points to
+    with _locked(path.parent):  # another writer's entries are not lost
+        try:
+            tables = _tables(path)
+        except (ValueError, RecursionError):  # damaged: replaced
+            tables = {}
+        kept = {key: tiles for key, tiles in from_data(tables.get(name, []))[0].entries if key not in measured}
+        table = TileTable.of({**kept, **table.by_key})
+        text = json.dumps({"tables": {**tables, name: to_data(table)}}, indent=1) + "\n"
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(text)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     return table
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone among those who lock the folder, which leaves nothing in it."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def check_tiles_file(path: Path) -> None:
+    """Makes its folder. Raises: OSError if the file could not be written there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is there and no file", str(path))
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
 
 
 def traced_with(fn: Callable[..., Any], table: TileTable) -> Callable[..., Any]:

@@ -304,3 +304,26 @@ def test_attention_cases_show_a_differing_entry(setup, monkeypatch):
 def test_a_table_of_a_file_is_what_the_engine_would_take(tmp_path, interpreted):
     write_tiles(tmp_path / "tiles.json", table_name(jax.devices()[0]), TileTable(), set())
     assert json.loads((tmp_path / "tiles.json").read_text())["tables"] == {table_name(interpreted.device): []}
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_timed(interpreted, monkeypatch, tmp_path, capsys):
+    (tmp_path / "tiles.json").mkdir()
+    monkeypatch.setattr(autotune.Search, "tune", lambda self, op: pytest.fail("timed"))
+    assert main(["bench", "kernels", *OPTIONS.split(), "--autotune"]) == 2
+    assert "tiles.json cannot be written" in capsys.readouterr().err
+
+
+def test_an_interrupted_search_keeps_what_it_found(interpreted, monkeypatch, tmp_path):
+    done = []
+
+    def tune(self, op):
+        if done:
+            raise KeyboardInterrupt
+        done.append(op.name)
+        return autotune.Found(op, 1e-3, None, {})
+
+    monkeypatch.setattr(autotune.Search, "tune", tune)
+    path = tmp_path / "kept.json"
+    assert main(["bench", "kernels", *OPTIONS.split(), "--autotune", "--json", str(path)]) != 0
+    kept = json.loads(path.read_text())
+    assert list(kept["ops"]) == done and len(kept["left_out"]) > 3

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -323,3 +325,29 @@ def test_jax_without_its_cache_has_no_table(tmp_path):
             assert tiles_file(str(tmp_path)) == want and tiles_file(None) is None
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    write_tiles(tmp_path / "link.json", "card", TileTable.of(OTHER), set(KEYS))
+    assert (tmp_path / "link.json").is_symlink()
+    assert read_tiles(tmp_path / "real.json", "card") == TileTable.of(OTHER)
+
+
+def test_two_writers_lose_nothing(tmp_path):
+    """Each call reads, changes and replaces the file."""
+    path, names = tmp_path / "tiles.json", [f"card {i}" for i in range(24)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: write_tiles(path, name, TileTable.of(OTHER), set(KEYS)), names))
+    assert all(read_tiles(path, name) == TileTable.of(OTHER) for name in names)
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_not_waited_for(tmp_path, caplog):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        assert read_tiles(tmp_path / name, "card") == TileTable()
+        with pytest.raises(OSError, match="no file"):
+            write_tiles(tmp_path / name, "card", TileTable.of(OTHER), set(KEYS))
+    assert len(caplog.records) == 2

@@ -1,5 +1,5 @@
 """`bench kernels --model`: the products and the attention of a model's decode steps, with the tiles that their rules pick from
-shapes alone and with measured ones: those stored beside the compile cache, or with --autotune found now and stored there.
+shapes alone and with measured ones: those stored in the compile cache's folder, or with --autotune found now and stored there.
 
 The search begins at the rule's choice and takes the fastest of its neighbours, twice; all run in alternating rounds, and what does
 not beat the rule in a round of their own is not kept.
@@ -33,7 +33,7 @@ from ..compile_cache import cache_folder
 from ..config import EngineArgs
 from ..device import DeviceSetup, set_up_device
 from ..errors import ConfigError
-from ..tiles import read_tiles, table_name, tiles_file, write_tiles
+from ..tiles import check_tiles_file, read_tiles, table_name, tiles_file, write_tiles
 from . import kernel_timing as timing
 from . import report
 from .layer_ops import LayerOp, layer_ops, settled
@@ -88,11 +88,31 @@ def run(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, A
     ops = chosen(layer_ops(spec, buckets(options.batch_size, spec.builder.scheduler.row_buckets)), options.only)
     path, name = tiles_file(cache_folder(args.compilation_cache_dir)), table_name(setup.device)
     stored = TileTable() if path is None or setup.implementation != "triton" else read_tiles(path, name)
+    if options.autotune and path is not None and setup.implementation == "triton":
+        try:
+            check_tiles_file(path)
+        except OSError as e:
+            raise ConfigError(
+                f"--autotune: {path} cannot be written: {e.strerror}; see --compilation-cache-dir"
+            ) from None
     search = Search(setup, options.num_iters or 9, begin + options.max_seconds)
     width = max(len(op.name) for op in ops) + 2
     for line in heading(options.autotune, setup, path, stored, width):
         show(line)
     found: dict[str, Found] = {}
+
+    def result() -> dict[str, Any]:
+        return {
+            "model": args.model,
+            "dtype": str(jnp.dtype(spec.dtype)),
+            "num_iters": search.rounds,
+            "autotune": options.autotune,
+            "ops": {name: one.as_dict() for name, one in found.items()},
+            "left_out": [op.name for op in ops if op.name not in found],
+            "table": {"file": None if path is None else str(path), "name": name, "entries": len(stored.entries)},
+            "hardware": report.hardware(setup.device),
+        }
+
     with tqdm(total=len(ops), desc="kernels", unit="op", disable=options.disable_tqdm) as bar:
         for op in ops:
             if time.perf_counter() > search.deadline:
@@ -102,20 +122,13 @@ def run(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, A
                 show(row(found[op.name], width))
             if options.autotune and path is not None and search.decided:
                 stored = write_tiles(path, name, search.table, set(search.decided))
+            if keep := getattr(options, "keep", None):  # a run that is cut short keeps what it measured
+                keep(result())
             bar.update()
     left_out = [op.name for op in ops if op.name not in found]
     for line in closing(options, setup, path, search, stored, left_out):
         show(line)
-    return {
-        "model": args.model,
-        "dtype": str(jnp.dtype(spec.dtype)),
-        "num_iters": search.rounds,
-        "autotune": options.autotune,
-        "ops": {name: one.as_dict() for name, one in found.items()},
-        "left_out": left_out,
-        "table": {"file": None if path is None else str(path), "name": name, "entries": len(stored.entries)},
-        "hardware": report.hardware(setup.device),
-    }
+    return result()
 
 
 def engine_args(options: argparse.Namespace) -> EngineArgs:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,8 +52,9 @@ def run(options: argparse.Namespace) -> int:
     if options.benchmark == "plot":
         return _plot(options.result, options.figure)
     module = BENCHMARKS[options.benchmark]
-    for path in filter(None, (options.json, options.plot)):  # not after minutes of measuring
-        _check_folder(path)
+    for path in (options.json, options.plot):  # not after minutes of measuring
+        if path is not None:
+            _check_writable(path)
     if options.plot:
         plot.check(options.plot)
 
@@ -62,16 +65,27 @@ def run(options: argparse.Namespace) -> int:
         return result
 
     options.keep = keep
-    result = keep(module.run(options))
-    if options.plot:
-        plot.save(options.plot, module.chart(result), result)
+    found = module.run(options)
+    code, result = 0, {}
+    # a file that could be written before and cannot now takes nothing else with it
+    try:
+        result = keep(found)
+    except OSError as e:
+        result, code = {"benchmark": options.benchmark, **found, **report.describe(options)}, 1
+        print(f"error: {options.json} cannot be written: {e.strerror or e}", file=sys.stderr)
     print(json.dumps(result))
-    return 0
+    if options.plot:
+        try:
+            plot.save(options.plot, module.chart(result), result)
+        except OSError as e:
+            print(f"error: {options.plot} cannot be written: {e.strerror or e}", file=sys.stderr)
+            code = 1
+    return code
 
 
 def _plot(kept: str, figure: str) -> int:
     """Raises: ConfigError."""
-    _check_folder(figure)
+    _check_writable(figure)
     plot.check(figure)
     try:
         result = json.loads(Path(kept).read_text())
@@ -102,8 +116,12 @@ def _write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _check_folder(path: str) -> None:
+def _check_writable(path: str) -> None:
     """Raises: ConfigError."""
     folder = Path(path).absolute().parent
+    if not path or Path(path).is_dir():
+        raise ConfigError(f"{path!r} is no name of a file to write to")
     if not folder.is_dir():
         raise ConfigError(f"{path} cannot be written: {folder} is no folder")
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied")

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--autotune",
         action="store_true",
         help="try other tiles for MODEL's decode steps, as an engine with the same options runs them, and store what is more than "
-        "2 %% faster beside the compile cache, where engines find it",
+        "2 %% faster in the compile cache's folder, where engines find it",
     )
     group.add_argument(
         "--batch-size",

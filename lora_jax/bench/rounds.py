@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cli_args import add_engine_arguments, engine_args_from
-from ..config import EngineArgs
+from ..config import LARGEST_RANK, EngineArgs
 from ..errors import ConfigError
 from ..request import LoRARequest, SamplingParams, TokensPrompt
 
@@ -119,6 +119,8 @@ def batch_engine_args(options: argparse.Namespace, active: int, **more: Any) -> 
         )
     if active or options.lora_rank is not None:
         rank = options.lora_rank or RANK
+        if rank > LARGEST_RANK:
+            raise ConfigError(f"--lora-rank {rank}: adapters of rank {LARGEST_RANK} are the largest")
         if args.max_lora_rank == "auto":
             changes["max_lora_rank"] = rank
         elif rank > args.max_lora_rank:
