@@ -83,6 +83,16 @@ def check_adapters(
             f"{op}: slices {adapters.slices} of {dtype} must add up to {outputs}, as multiples of a tile (see fits_adapters)"
         )
     layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
+    check_items(op, adapters)
+    check_arrivals(op, arrivals, adapter_counters(adapters.items, a.shape[0]))
+    begun = adapters.begun
+    if begun is not None and (n > 1 or begun.dtype != jnp.float32 or begun.shape[1:] != (rows, max(16, b.shape[2]))):
+        want = f"float32 [C, {rows}, {max(16, b.shape[2])}] for one slice"
+        raise ValueError(f"{op}: begun must be {want}, got {begun.dtype} {begun.shape} for {n}")
+
+
+def check_items(op: str, adapters: Adapters) -> None:
+    """Raises: ValueError naming them."""
     items = adapters.items
     if (
         items.dtype != jnp.int32
@@ -92,11 +102,6 @@ def check_adapters(
     ):
         want = f"int32 [G > {adapters.linear}, J * {FIELDS}], J a multiple of 4"
         raise ValueError(f"{op}: items must be {want}, got {items.dtype} {items.shape}")
-    check_arrivals(op, arrivals, adapter_counters(items, a.shape[0]))
-    begun = adapters.begun
-    if begun is not None and (n > 1 or begun.dtype != jnp.float32 or begun.shape[1:] != (rows, max(16, b.shape[2]))):
-        want = f"float32 [C, {rows}, {max(16, b.shape[2])}] for one slice"
-        raise ValueError(f"{op}: begun must be {want}, got {begun.dtype} {begun.shape} for {n}")
 
 
 def plain_delta(x: jax.Array, adapters: Adapters) -> jax.Array:

@@ -109,12 +109,20 @@ class Call(NamedTuple):
 
 
 def with_adapters(
-    adapters: Adapters | None, arrivals: jax.Array | None, given: tuple, grid: tuple[int, int], expanders: int
+    adapters: Adapters | None,
+    arrivals: jax.Array | None,
+    given: tuple,
+    grid: tuple[int, int],
+    expanders: int,
+    block_n: int,
 ) -> Call:
-    """given and grid: of the product alone. expanders: 0 where the product's own programs expand."""
+    """given and grid: of the product alone, in tiles of block_n columns. expanders: 0 where the product's own programs expand.
+    Raises: ValueError for tiles, which may be stored ones, that would reach over a slice."""
     if adapters is None:
         return Call(given, (), grid, None)
     assert arrivals is not None
+    if any(width % block_n for width in adapters.slices):
+        raise ValueError(f"adapters: slices {adapters.slices} are no multiples of a tile of {block_n} columns")
     (layers, slots, rank, outputs), dtype = adapters.b.shape, adapters.a.dtype
     rows, inputs, n = adapters.slot_ids.shape[0], adapters.a.shape[3], len(adapters.slices)
     room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)

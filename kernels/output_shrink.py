@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .adapters import Adapters
+from .adapters import Adapters, check_items
 from .fused_lora import item_field
 from .in_kernel import full
 from .lora_items import COUNT, FIELDS, FIRST, RANKS, SLOT
@@ -89,4 +89,7 @@ def check_shrink(op: str, adapters: Adapters, rows: int, size: int, dtype: Any) 
         raise ValueError(f"{op}: a must be {dtype} [L, S, R, {size}], got {a.dtype} {a.shape}")
     if not takes_shrink(rows, a.shape[2]):
         raise ValueError(f"{op}: at most {MOST_ROWS} rows and rank {MOST_RANK}, got {rows} rows and a {a.shape}")
+    if adapters.b.ndim != 4 or adapters.b.shape[:3] != a.shape[:3]:
+        raise ValueError(f"{op}: b must be [L, S, R, N] of a {a.shape}, got {adapters.b.shape}")
     layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
+    check_items(op, adapters)

@@ -116,7 +116,7 @@ def _triton(
     given, eps = operands(x)
     rows, outputs = given[0].shape[0], w.shape[1] // 2
     tiles = swiglu_tiles(rows, w.shape[0], outputs, w.dtype.itemsize)
-    call = lora.with_adapters(adapters, arrivals, (*given, w), (outputs // tiles.block_n, 1), 0)
+    call = lora.with_adapters(adapters, arrivals, (*given, w), (outputs // tiles.block_n, 1), 0, tiles.block_n)
     out, *rest = pl.pallas_call(
         functools.partial(
             _kernel, block_n=tiles.block_n, block_k=tiles.block_k, eps=eps, plan=call.plan, interpret=interpret

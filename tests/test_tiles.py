@@ -17,6 +17,7 @@ from lora_jax.kernels import candidates as space
 from lora_jax.kernels import tuning
 from lora_jax.kernels.candidates import LARGEST_CARD, SMALLEST_CARD, candidates, from_data, to_data
 from lora_jax.kernels.tuned import RULES, Key, Recorder, TileTable, tiles_in_use
+from lora_jax.kernels.tuning import MatmulTiles
 
 from lora_jax import LLM, SamplingParams, builder, kv_cache, tiles
 from lora_jax.device import set_up_device
@@ -25,6 +26,7 @@ from lora_jax.models.llama import hf_plan
 from lora_jax.spec import step_entries
 from lora_jax.step_keys import StepKey
 from lora_jax.tiles import read_tiles, stored_tiles, table_name, tiles_file, write_tiles
+from tests.support import fused_lora_checks as fused
 from tests.support import step_programs
 
 QKV = Key("matmul_tiles", (8, 4096, 12288, 2, False))
@@ -351,3 +353,18 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, caplog):
         with pytest.raises(OSError, match="no file"):
             write_tiles(tmp_path / name, "card", TileTable.of(OTHER), set(KEYS))
     assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "key", "slices"),
+    [
+        ("residual", Key("matmul_tiles", (4, 512, 256, 4, False)), (64, 192)),
+        ("swiglu", Key("swiglu_tiles", (4, 512, 256, 4)), (64, 192, 256)),
+    ],
+)
+def test_stored_tiles_that_reach_over_a_slice_are_refused(op, key, slices):
+    case = fused.Case(op, 4, 512, slices, "float32")
+    table = TileTable.of({key: MatmulTiles(128, 32, 1, num_warps=4, num_stages=2)})
+    fused.check(fused.make(case, [0, 1, -1, 3]), "interpret")
+    with tiles_in_use(table), pytest.raises(ValueError, match="no multiples of a tile of 128"):
+        fused.run(fused.make(case, [0, 1, -1, 3]), "interpret")

@@ -62,3 +62,20 @@ def test_a_wrong_begun_is_named():
     for begun in (np.zeros((8, 5, 8), np.float32), np.zeros((8, 4, 16), np.float32), np.zeros((8, 5, 16), np.float16)):
         with pytest.raises(ValueError, match="begun must be float32"):
             checks.product(given, out, "interpret", dataclasses.replace(given.adapters, begun=begun))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(linear=2), "items must be int32"),
+        (dict(linear=-1), "items must be int32"),
+        (dict(items=np.zeros((2, 80), np.float32)), "items must be int32"),
+        (dict(items=np.zeros((2, 100), np.int32)), "J a multiple of 4"),
+        (dict(b=np.zeros((2, 3, 32, 256), np.float32)), "b must be"),
+    ],
+    ids=str,
+)
+def test_operands_that_attention_only_passes_on_are_looked_at_too(changes, message):
+    given = checks.make(checks.CASES[0])
+    with pytest.raises(ValueError, match=message):
+        checks.attend(given, "interpret", dataclasses.replace(given.adapters, **changes))
