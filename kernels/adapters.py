@@ -78,7 +78,11 @@ def check_adapters(
         )
     if a.dtype != dtype or b.dtype != dtype:
         raise ValueError(f"{op}: a and b must have the dtype of the product ({dtype}), got {a.dtype} and {b.dtype}")
-    if sum(adapters.slices) != outputs or not fits_adapters(rows, inputs, adapters.slices, dtype):
+    if (
+        sum(adapters.slices) != outputs
+        or min(adapters.slices, default=0) < 1
+        or not fits_adapters(rows, inputs, adapters.slices, dtype)
+    ):
         raise ValueError(
             f"{op}: slices {adapters.slices} of {dtype} must add up to {outputs}, as multiples of a tile (see fits_adapters)"
         )

@@ -33,15 +33,20 @@ def _items_of(rank: int) -> int:
 def work_items(slots: Sequence[int], ranks: np.ndarray, padded_rank: int, room: int) -> np.ndarray:
     """int32 [G, room * FIELDS] for the distinct `slots` of a step. ranks [G, S]: rank rows of each slot for each linear, 0:
     none. A list is the row of B [S * R] of each rank row [room * ITEM], then each item's slot, first rank row and number of
-    rank rows, which may be 0 [3 * room], then the number of items. Raises: ValueError for a rank above padded_rank."""
+    rank rows, which may be 0 [3 * room], then the number of items. Raises: ValueError for a rank above padded_rank,
+    a slot that is none or named twice, too little room."""
     if ranks.max(initial=0) > padded_rank:
         raise ValueError(f"work_items: a rank of {ranks.max()} in slots for {padded_rank}")
+    if len(set(slots)) < len(slots) or not all(0 <= s < ranks.shape[1] for s in slots):
+        raise ValueError(f"work_items: slots must be distinct and of the {ranks.shape[1]}, got {list(slots)}")
     out = np.zeros((len(ranks), room * FIELDS), np.int32)
     for row, of_slot in zip(out, ranks, strict=True):
         larger_first = sorted((s for s in slots if of_slot[s] > 0), key=lambda s: (-_items_of(of_slot[s]), s))
         items = [(s, i * ITEM, of_slot[s]) for s in larger_first for i in range(_items_of(of_slot[s]))]
         if not items:
             continue
+        if len(items) > room:
+            raise ValueError(f"work_items: {len(items)} items in room for {room}")
         slot, first, rank = np.array(items, np.int32).T
         within = np.minimum(first[:, None] + np.arange(ITEM), padded_rank - 1)
         row[: len(items) * ITEM] = (slot[:, None] * padded_rank + within).ravel()

@@ -112,7 +112,8 @@ def check_heads(
     op: str, qkv: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, heads: int, norms: HeadNorms | None
 ) -> None:
     """Raises ValueError naming the operand whose shape or dtype does not fit."""
-    if kv.ndim != 5 or kv.shape[2] != 2 or kv.shape[4] % 2 or heads % kv.shape[3]:
+    layout.check_dtype(op, "kv", kv.dtype)
+    if kv.ndim != 5 or kv.shape[2] != 2 or kv.shape[4] % 2 or not 0 < kv.shape[3] <= heads or heads % kv.shape[3]:
         raise ValueError(f"{op}: needs kv [pages, page_size, 2, K, D], D even, K a divisor of {heads}, got {kv.shape}")
     columns = (heads + 2 * kv.shape[3]) * kv.shape[4]
     if qkv.ndim not in (2, 3) or qkv.shape[-1] != columns:

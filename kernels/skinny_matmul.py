@@ -81,6 +81,7 @@ def check_product(op: str, x: Normed, w: jax.Array, outputs: int, name: str = "x
     values = x.scaled if isinstance(x, DeferredNorm) else x
     if values.ndim != 2 or w.ndim != 2 or values.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: needs {name} [R, K] and w [K, N], got {values.shape} and {w.shape}")
+    layout.check_dtype(op, name, values.dtype)
     if values.dtype != w.dtype:
         raise ValueError(f"{op}: w must have the dtype of {name} ({values.dtype}), got {w.dtype}")
     if not fits(values.shape[0], w.shape[0], outputs):

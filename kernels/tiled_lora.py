@@ -81,6 +81,7 @@ def check_tile_adapters(op: str, adapters: TileAdapters, rows: int) -> None:
         raise ValueError(
             f"{op}: needs a [L, S, {n} * R, K] and b [L, S, R, {sum(adapters.slices)}], got {a.shape} and {b.shape}"
         )
+    layout.check_dtype(op, "a", a.dtype)
     if a.dtype != b.dtype or not fits_tiles(a.shape[3], adapters.slices, a.dtype):
         raise ValueError(
             f"{op}: a and b must be of one dtype and slices {adapters.slices} of {a.shape[3]} inputs as fits_tiles says, "

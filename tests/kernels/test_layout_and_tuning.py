@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_jax.kernels import MAX_RANK, padded_rank, slice_offsets
+from lora_jax.kernels.decode_attention import decode_attention
+from lora_jax.kernels.lora_items import work_items
+from lora_jax.kernels.skinny_matmul import skinny_matmul
 from lora_jax.kernels.tuning import expand_tiles, shrink_tiles
 
 ROWS = st.integers(1, 9000)
@@ -55,3 +60,30 @@ def test_expand_tiles(rows: int, slices: tuple[int, ...], rank: int, itemsize: i
     if tiles.block_t > 1:
         operands = max(tiles.block_r, 16) * (tiles.block_t + tiles.block_n) * 4  # widened to float32
         assert operands * tiles.num_stages <= 96 << 10, "more shared memory than the smallest card has"
+
+
+@pytest.mark.parametrize(
+    ("slots", "room", "message"),
+    [
+        ([-1], 8, "distinct and of the 3"),
+        ([0, 0], 8, "distinct"),
+        ([3], 8, "of the 3"),
+        ([0, 1, 2], 4, "6 items in room for 4"),
+    ],
+)
+def test_lists_that_cannot_be_made_are_refused(slots, room, message):
+    with pytest.raises(ValueError, match=message):
+        work_items(slots, np.full((2, 3), 20), 32, room)
+
+
+def test_integers_are_no_weights():
+    """They would be multiplied as such, and wrap around."""
+    x, w = jnp.ones((2, 64), jnp.int8), jnp.ones((64, 64), jnp.int8)
+    with pytest.raises(ValueError, match="x must be one of bfloat16"):
+        skinny_matmul(x, w, interpret=True)
+    kv = jnp.zeros((2, 16, 2, 1, 32), jnp.int32)
+    rope = (jnp.ones((1, 16)), jnp.ones((1, 16)))
+    with pytest.raises(ValueError, match="kv must be one of bfloat16"):
+        decode_attention(
+            jnp.zeros((1, 96)), rope, kv, jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), None, heads=1, scale=1.0
+        )
