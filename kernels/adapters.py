@@ -34,9 +34,8 @@ class Adapters:
 
     a [L, S, n*R, K] and b [L, S, R, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
     [G, J * FIELDS]: of `work_items`; layer int32 scalar, an operand. slices: widths of the n output slices; linear: which of
-    the G lists is this linear's. begun float32 [C, T, max(16, R)], for one slice: parts of x @ A^T
-    whose sum is h with zeros from its rank on, of rows with an adapter for this linear (`output_shrink`); the product then only
-    expands.
+    the G lists is this linear's. begun float32 as `begun_shape` says, for one slice: parts of x @ A^T whose sum is h with zeros
+    from its rank on, of rows with an adapter for this linear (`output_shrink`); the product then only expands.
     """
 
     a: jax.Array
@@ -55,6 +54,11 @@ def adapter_counters(items: jax.Array, layers: int) -> int:
     they are new in every step, in which each linear is computed once."""
     linears, room = items.shape[0], items.shape[1] // FIELDS
     return room + layers * linears * LINE
+
+
+def begun_shape(adapters: Adapters, programs: int) -> tuple[int, int, int]:
+    """[C, T, R as tensor cores take it], of C programs a row."""
+    return programs, adapters.slot_ids.shape[0], max(16, adapters.b.shape[2])
 
 
 def fits_adapters(rows: int, inputs: int, slices: tuple[int, ...], dtype: Any) -> bool:
@@ -89,9 +93,9 @@ def check_adapters(
     layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
     check_items(op, adapters)
     check_arrivals(op, arrivals, adapter_counters(adapters.items, a.shape[0]))
-    begun = adapters.begun
-    if begun is not None and (n > 1 or begun.dtype != jnp.float32 or begun.shape[1:] != (rows, max(16, b.shape[2]))):
-        want = f"float32 [C, {rows}, {max(16, b.shape[2])}] for one slice"
+    begun, (_, *want) = adapters.begun, begun_shape(adapters, 0)
+    if begun is not None and (n > 1 or begun.dtype != jnp.float32 or list(begun.shape[1:]) != want):
+        want = f"float32 [C, {', '.join(map(str, want))}] for one slice"
         raise ValueError(f"{op}: begun must be {want}, got {begun.dtype} {begun.shape} for {n}")
 
 

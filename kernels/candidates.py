@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from .in_kernel import padded_rows
+from .lora_items import ITEM
 from .lora_layout import cdiv
 from .tuned import RULES, Key, TileTable
 from .tuning import AttentionTiles, LoRATiles, MatmulTiles
 
-SMALLEST_CARD, LARGEST_CARD = (
-    99 << 10,
-    227 << 10,
-)  # bytes of shared memory a block may have: L4, RTX 4090; H100 and later
+# Bytes of shared memory that a block may have: L4, RTX 4090; H100 and later.
+SMALLEST_CARD, LARGEST_CARD = 99 << 10, 227 << 10
 MOST_PARTS = 16
 SHORTEST_PART = 256  # inputs a program of a product
 
@@ -55,8 +54,7 @@ def _swiglu(t, shared, rows, inputs, outputs, itemsize) -> bool:
 
 
 def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, waits) -> bool:
-    width = max(16, 1 << (slices * 16 - 1).bit_length())
-    staged = (padded_rows(rows) + width) * t.block_k * (2 if itemsize < 4 else 8)
+    staged = (padded_rows(rows) + padded_rows(slices * ITEM)) * t.block_k * (2 if itemsize < 4 else 8)
     room = 40 << 10 if rows <= 16 else 16 << 10 if shared <= SMALLEST_CARD and itemsize < 4 else 32 << 10
     return (
         t.groups <= min(items, MOST_PARTS)

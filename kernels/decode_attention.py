@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
 from . import output_shrink
-from .adapters import Adapters
+from .adapters import Adapters, begun_shape
 from .arrivals import check_arrivals, when_last
 from .in_kernel import dot, full
 from .online_softmax import NEG, Score, scored, softmax_step
@@ -213,9 +213,8 @@ def _kernel(
     a_rd = None
     if shrink is not None:
         slot, rank = shrink.of(row)
-        if (
-            tiles.lanes and tiles.parts == 1 and shrink.out.shape[2] == 16
-        ):  # few programs: latency counts, and registers are left
+        # few programs: latency counts, and registers are left
+        if tiles.lanes and tiles.parts == 1 and shrink.out.shape[2] == 16:
             a_rd = shrink.load(slot, rank, head * size, dim, size)
 
     # The new token: written by part 0, and attended to from registers.
@@ -347,7 +346,7 @@ def _triton(qkv, rope, kv, tables, positions, arrivals, adapters, heads, score: 
         aliases[len(given) - 1] = len(results) - 1
     if adapters is not None:
         given += output_shrink.given(adapters)
-        results.append(like(output_shrink.begun_shape(adapters, kv_heads), jnp.float32))
+        results.append(like(begun_shape(adapters, kv_heads), jnp.float32))
     out, kv, *rest = pl.pallas_call(
         functools.partial(
             _kernel,

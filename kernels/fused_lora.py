@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 from . import lora_layout as layout
 from .adapters import LINE, Adapters
 from .arrivals import when_last
-from .in_kernel import dot, full, padded_rows, positions
+from .in_kernel import dot, full, halves, padded_rows, positions, split
 from .lora_items import COUNT, FIELDS, FIRST, ITEM, RANKS, SLOT
 from .tuning import LoRATiles, lora_tiles
 
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     @property
     def width(self) -> int:
         """Rank rows of an item, all slices, as tensor cores take them."""
-        return max(16, 1 << (len(self.slices) * ITEM - 1).bit_length())
+        return padded_rows(len(self.slices) * ITEM)
 
 
 def item_field(items, linear: int, field: int, j, mask=None) -> jax.Array:
@@ -134,11 +134,11 @@ def with_adapters(
     b = adapters.b.reshape(layers, slots * rank, outputs)
     first = adapters.a if begun is None else begun
     more = (first, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
-    like, halves = jax.ShapeDtypeStruct, _halves(dtype)
+    like = jax.ShapeDtypeStruct
     results = [like(arrivals.shape, arrivals.dtype)]
     if begun is None:
         results.append(like((room * tiles.parts, padded, plan.width), jnp.float32))
-        results.append(like((n, halves, padded, room * ITEM), dtype))
+        results.append(like((n, halves(dtype), padded, room * ITEM), dtype))
     programs = plan.shrinkers + grid[0] * grid[1] + expanders
     return Call((*given, *more), tuple(results), (programs,), plan)
 
@@ -222,28 +222,18 @@ def _shrink_item(x, refs: Refs, j, part, count) -> None:
     when_last(refs.counters, refs.counter(j), plan.tiles.parts, finish, interpret=refs.interpret)
 
 
-def _halves(dtype: Any) -> int:
-    return 2 if dtype.itemsize < 4 else 1
-
-
-def _split(h, dtype) -> list[jax.Array]:
-    """h in a dtype, and with fewer bits than float32 what that leaves of it."""
-    high = h.astype(dtype)
-    return [high, (h - high.astype(jnp.float32)).astype(dtype)][: _halves(dtype)]
-
-
 def _put_operand(h, refs: Refs, j, count) -> None:
     """h [padded T, width] of item j, and zeros after the last item to the end of its chunk."""
     plan, operand = refs.plan, refs.operand
     row, column = positions(h.shape)
     at_slice, r = lax.div(column, ITEM), lax.rem(column, ITEM)
     inside = at_slice < len(plan.slices)
-    halves = _split(h, operand.dtype)
+    parts = split(h, operand.dtype)
 
     def put(q: int, columns, value, mask) -> None:
         plgpu.store(operand.at[at_slice, full(q, h.shape), row, columns], value, mask=mask)
 
-    for q, value in enumerate(halves):
+    for q, value in enumerate(parts):
         put(q, j * ITEM + r, value, inside)
 
     @pl.when(j == count - 1)
@@ -251,8 +241,8 @@ def _put_operand(h, refs: Refs, j, count) -> None:
         end = pl.cdiv(count * ITEM, plan.tiles.chunk) * plan.tiles.chunk
         for i in range(1, plan.tiles.chunk // ITEM):
             columns = (j + i) * ITEM + r
-            for q in range(len(halves)):
-                put(q, columns, jnp.zeros_like(halves[q]), inside & (columns < end))
+            for q, value in enumerate(parts):
+                put(q, columns, jnp.zeros_like(value), inside & (columns < end))
 
 
 def _finished(refs: Refs) -> jax.Array:
@@ -280,7 +270,7 @@ def _begun(refs: Refs) -> list[jax.Array]:
     row, r = positions((refs.plan.padded, refs.a.shape[2]))
     there = row < refs.slot_ids.shape[0]
     parts = [plgpu.load(refs.a.at[full(c, row.shape), row, r], mask=there, other=0) for c in range(refs.plan.begun)]
-    return _split(functools.reduce(jnp.add, parts), refs.b.dtype)
+    return split(functools.reduce(jnp.add, parts), refs.b.dtype)
 
 
 def _placed(begun: list[jax.Array], refs: Refs, column0, count) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Small things that several kernels say. All but `padded_rows` are for use inside kernels."""
+"""Small things that several kernels say. All but `padded_rows` and `halves` are for use inside kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from jax import lax
 def padded_rows(rows: int) -> int:
     """Rows of a tile that tensor cores take."""
     return max(16, 1 << (rows - 1).bit_length())
+
+
+def halves(dtype) -> int:
+    """Operands that `split` makes of a float32 array."""
+    return 2 if dtype.itemsize < 4 else 1
+
+
+def split(h, dtype) -> list[jax.Array]:
+    """float32 h in a dtype, and with fewer bits than float32 what that leaves of it."""
+    high = h.astype(dtype)
+    return [high, (h - high.astype(jnp.float32)).astype(dtype)][: halves(dtype)]
 
 
 def full(x, shape: tuple[int, ...]) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .adapters import Adapters, check_items
+from .adapters import Adapters, begun_shape, check_items
 from .fused_lora import item_field
 from .in_kernel import full
 from .lora_items import COUNT, FIELDS, FIRST, RANKS, SLOT
@@ -28,11 +28,6 @@ MOST_RANK = 64  # a program holds all of them
 def takes_shrink(rows: int, rank: int) -> bool:
     """Whether attention shrinks for so many rows and that padded rank."""
     return rows <= MOST_ROWS and rank <= MOST_RANK
-
-
-def begun_shape(adapters: Adapters, programs: int) -> tuple[int, int, int]:
-    """[C, R, Q]"""
-    return programs, adapters.slot_ids.shape[0], max(16, adapters.a.shape[2])
 
 
 def given(adapters: Adapters) -> tuple[jax.Array, ...]:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
-from .in_kernel import dot, full, positions
+from .in_kernel import dot, full, halves, positions, split
 from .lora_items import ITEM
 from .lora_shrink import lora_shrink
 from .tile_items import GROUP
@@ -105,8 +105,7 @@ def check_tile_adapters(op: str, adapters: TileAdapters, rows: int) -> None:
 def h_shape(adapters: TileAdapters) -> jax.ShapeDtypeStruct:
     """[n, halves, J, BT, ITEM]: h, in a dtype of fewer bits than float32 high and low part."""
     dtype = adapters.a.dtype
-    halves = 2 if dtype.itemsize < 4 else 1
-    return jax.ShapeDtypeStruct((len(adapters.slices), halves, adapters.room, adapters.block_t, ITEM), dtype)
+    return jax.ShapeDtypeStruct((len(adapters.slices), halves(dtype), adapters.room, adapters.block_t, ITEM), dtype)
 
 
 def items_of(lists, linear: int, tile, tiles: int) -> tuple[Any, Any]:
@@ -146,12 +145,6 @@ def lora_shrink_tiles(
     return _triton(x, adapters, arrivals, cut, interpret)
 
 
-def _parts_of(h: jax.Array, dtype: Any, halves: int) -> list[jax.Array]:
-    """float32 h in the operand's dtype, and what that leaves of it."""
-    high = h.astype(dtype)
-    return [high, (h - high.astype(jnp.float32)).astype(dtype)][:halves]
-
-
 # ---- 3. the kernel ---------------------------------------------------------------------------------------------------
 def _kernel(
     slot_ids,  # [T] int32
@@ -173,7 +166,7 @@ def _kernel(
     """Program (row tile, part): the part of K for all items of the tile, a group of them at a time, their slices side by side.
     The last program of a tile adds the parts up."""
     tile, part = pl.program_id(0), pl.program_id(1)
-    (tokens, inputs), (n, halves, _, block_t, _) = x.shape, h.shape
+    (tokens, inputs), (n, _, _, block_t, _) = x.shape, h.shape
     width = cut.width(n)
     begin, count = items_of(lists, linear, tile, tiles)
     steps = layout.cdiv(inputs // cut.block_k, cut.parts)
@@ -219,7 +212,7 @@ def _kernel(
         row, c = positions((block_t, width))
         s, j, k = place(c)
         mask = None if width == n * cut.group * ITEM else s < n
-        for q, half in enumerate(_parts_of(value, h.dtype, halves)):
+        for q, half in enumerate(split(value, h.dtype)):
             plgpu.store(h.at[s, full(q, s.shape), first + j, row, k], half, mask=mask)
 
     def sums_of(p, first):
@@ -299,4 +292,4 @@ def _xla(x: jax.Array, adapters: TileAdapters) -> jax.Array:
     ids = adapters.slot_ids.at[row].get(mode="fill", fill_value=-1)
     mine = (b_row >= 0)[:, None] & (b_row[:, None] // rank == ids[..., None])  # [J, BT, ITEM]
     h = jnp.where(mine[:, :, None], h, 0.0).transpose(2, 0, 1, 3)
-    return jnp.stack(_parts_of(h, like.dtype, like.shape[1]), axis=1)
+    return jnp.stack(split(h, like.dtype), axis=1)

@@ -45,3 +45,19 @@ def test_what_cannot_be_written_any_more_costs_no_result(option, ran, tmp_path, 
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["what"] == FOUND["what"]
     assert path in err and "No space left" in err
+
+
+def test_a_result_that_cannot_be_kept_on_the_way_does_not_end_the_run(ran, tmp_path, monkeypatch, capsys):
+    writes = []
+
+    def full_once(path, text):
+        writes.append(text)
+        if len(writes) == 1:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli, "_write", full_once)
+    monkeypatch.setattr(latency, "run", lambda options: options.keep({**FOUND, "what": "is not all"}) and dict(FOUND))
+    assert main([*COMMAND, "--json", str(tmp_path / "result.json")]) == 0 and len(writes) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["what"] == json.loads(writes[1])["what"] == FOUND["what"]
+    assert "No space left" in err

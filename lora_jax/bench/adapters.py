@@ -24,7 +24,7 @@ def write_random_adapter(folder: Path, config: ModelConfig, rank: int, seed: int
     """A bfloat16 adapter on these linears of all decoder layers, none: on all. Returns folder, which is made."""
     rng = np.random.default_rng(seed)
     targets = lora_targets(config)
-    names = [name for name in decoder_linears(config) if not linears or name.rsplit(".", 1)[1] in linears]
+    names = decoder_linears(config, linears)
     folder.mkdir(parents=True)
     tensors = {}
     for name in names:

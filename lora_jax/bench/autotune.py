@@ -125,10 +125,10 @@ def run(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, A
             if keep := getattr(options, "keep", None):  # a run that is cut short keeps what it measured
                 keep(result())
             bar.update()
-    left_out = [op.name for op in ops if op.name not in found]
-    for line in closing(options, setup, path, search, stored, left_out):
+    whole = result()
+    for line in closing(options, setup, path, search, stored, whole["left_out"]):
         show(line)
-    return result()
+    return whole
 
 
 def engine_args(options: argparse.Namespace) -> EngineArgs:

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,29 +59,29 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         plot.check(options.plot)
 
-    def keep(result: dict[str, Any]) -> dict[str, Any]:
-        result = {"benchmark": options.benchmark, **result, **report.describe(options)}
+    saved: dict[str, bool] = {}  # of each file whether it holds the last that was to be written
+
+    def save(path: str, write: Callable[[], None]) -> None:
+        """A file that could be written before and cannot now takes no measurement with it."""
+        try:
+            write()
+            saved[path] = True
+        except OSError as e:
+            print(f"error: {path} cannot be written: {e.strerror or e}", file=sys.stderr)
+            saved[path] = False
+
+    def keep(found: dict[str, Any]) -> dict[str, Any]:
+        result = {"benchmark": options.benchmark, **found, **report.describe(options)}
         if options.json:
-            _write(Path(options.json).resolve(), json.dumps(result) + "\n")
+            save(options.json, lambda: _write(Path(options.json).resolve(), json.dumps(result) + "\n"))
         return result
 
     options.keep = keep
-    found = module.run(options)
-    code, result = 0, {}
-    # a file that could be written before and cannot now takes nothing else with it
-    try:
-        result = keep(found)
-    except OSError as e:
-        result, code = {"benchmark": options.benchmark, **found, **report.describe(options)}, 1
-        print(f"error: {options.json} cannot be written: {e.strerror or e}", file=sys.stderr)
+    result = keep(module.run(options))
     print(json.dumps(result))
     if options.plot:
-        try:
-            plot.save(options.plot, module.chart(result), result)
-        except OSError as e:
-            print(f"error: {options.plot} cannot be written: {e.strerror or e}", file=sys.stderr)
-            code = 1
-    return code
+        save(options.plot, lambda: plot.save(options.plot, module.chart(result), result))
+    return 0 if all(saved.values()) else 1
 
 
 def _plot(kept: str, figure: str) -> int:

@@ -36,15 +36,16 @@ def kv_bytes(config: ModelConfig, itemsize: int, context: int) -> int:
     return seen * 2 * config.num_kv_heads * config.head_dim * itemsize
 
 
-def decoder_linears(config: ModelConfig) -> list[str]:
-    """Hugging Face names of the linears inside the decoder layers: what "all linear" means to PEFT."""
-    return [name for name in lora_targets(config) if ".layers." in name]
+def decoder_linears(config: ModelConfig, linears: Sequence[str] = ()) -> list[str]:
+    """Hugging Face names of these linears in all decoder layers, none: of all, which is what "all linear" means to PEFT."""
+    names = [name for name in lora_targets(config) if ".layers." in name]
+    return [name for name in names if not linears or name.rsplit(".", 1)[1] in linears]
 
 
 def adapter_bytes(config: ModelConfig, itemsize: int, rank: int, linears: Sequence[str] = ()) -> int:
     """A and B of one adapter on these linears of the decoder layers, none: on all."""
     targets = lora_targets(config)
-    names = [n for n in decoder_linears(config) if not linears or n.rsplit(".", 1)[1] in linears]
+    names = decoder_linears(config, linears)
     return sum(targets[n].in_features + targets[n].out_features for n in names) * rank * itemsize
 
 
