@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from . import lora_layout as layout
 from .arrivals import check_arrivals
 from .lora_expand import lora_expand
-from .lora_items import FIELDS
+from .lora_items import FIELDS, ITEM
 from .lora_shrink import lora_shrink
 from .tuning import matmul_tiles
 
@@ -58,7 +58,7 @@ def adapter_counters(items: jax.Array, layers: int) -> int:
 
 def begun_shape(adapters: Adapters, programs: int) -> tuple[int, int, int]:
     """[C, T, R as tensor cores take it], of C programs a row."""
-    return programs, adapters.slot_ids.shape[0], max(16, adapters.b.shape[2])
+    return programs, adapters.slot_ids.shape[0], max(ITEM, adapters.b.shape[2])
 
 
 def fits_adapters(rows: int, inputs: int, slices: tuple[int, ...], dtype: Any) -> bool:

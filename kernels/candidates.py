@@ -54,10 +54,13 @@ def _swiglu(t, shared, rows, inputs, outputs, itemsize) -> bool:
 
 
 def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, waits) -> bool:
-    staged = (padded_rows(rows) + padded_rows(slices * ITEM)) * t.block_k * (2 if itemsize < 4 else 8)
+    width = padded_rows(t.items * slices * ITEM)
+    staged = (padded_rows(rows) + width) * t.block_k * (2 if itemsize < 4 else 8)
     room = 40 << 10 if rows <= 16 else 16 << 10 if shared <= SMALLEST_CARD and itemsize < 4 else 32 << 10
     return (
-        t.groups <= min(items, MOST_PARTS)
+        t.groups <= min(cdiv(items, t.items), MOST_PARTS)
+        and width <= 128
+        and (waits or not t.spread)
         and 32 <= t.block_k <= 512
         and inputs % t.block_k == 0
         and t.parts <= min(MOST_PARTS, inputs // t.block_k)

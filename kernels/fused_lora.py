@@ -1,8 +1,9 @@
 """Adapters inside a product of few rows, without a launch of their own.
 
-The grid of the product begins with a few programs that shrink: h = x @ A^T, left as an operand that tensor cores take as it is,
-zeros in the rows of other adapters. Programs that read h wait for it, which costs little: by then the product's own programs
-keep memory busy. They come later in the grid than what they wait for, so that they never hold its place.
+The grid of the product begins with a few programs that shrink: h = x @ A^T, of which each row keeps its own adapter's. Programs
+that read h wait for it, which costs little: by then the product's own programs keep memory busy. They come later in the grid
+than what they wait for, so that they never hold its place.
+With memory busy each step that depends on another takes microseconds: h stays in its parts of K, and who reads it adds them up.
 Work comes in items of up to ITEM rank rows of one slot: mixed ranks cost what their rows cost, and one program serves any
 number of adapters.
 Letters: T rows, K inputs, N outputs, L layers, S slots, R padded rank, n slices, J items at most, P parts of K, G linears of
@@ -24,17 +25,19 @@ from jax.experimental.pallas import triton as plgpu
 from . import lora_layout as layout
 from .adapters import LINE, Adapters
 from .arrivals import when_last
-from .in_kernel import dot, full, halves, padded_rows, positions, split
+from .in_kernel import dot, full, padded_rows, positions, split
 from .lora_items import COUNT, FIELDS, FIRST, ITEM, RANKS, SLOT
 from .tuning import LoRATiles, lora_tiles
 
+MOST_HELD = 64  # ranks
 POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is NaN instead of a hang
 
 
 # ---- 1. how the work is cut ------------------------------------------------------------------------------------------
 class Plan(NamedTuple):
-    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product. begun: parts
-    that h comes in, 0: this kernel shrinks."""
+    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product. parts: that h
+    is made in. begun: whether it is there already, else this kernel shrinks. joined: whether the last program to come adds the
+    parts up, rather than all that read them."""
 
     slices: tuple[int, ...]
     linear: int
@@ -43,16 +46,28 @@ class Plan(NamedTuple):
     rank: int
     tiles: LoRATiles
     expanders: int
-    begun: int
+    parts: int
+    begun: bool
+    joined: bool
 
     @property
     def shrinkers(self) -> int:
-        return 0 if self.begun else self.tiles.groups * self.tiles.parts
+        return 0 if self.begun else self.tiles.groups * self.parts
 
     @property
-    def width(self) -> int:
-        """Rank rows of an item, all slices, as tensor cores take them."""
-        return padded_rows(len(self.slices) * ITEM)
+    def passes(self) -> int:
+        """At most."""
+        return layout.cdiv(self.room, self.tiles.items)
+
+    @property
+    def held(self) -> bool:
+        """Whether a program that expands holds all of its rows' h."""
+        return self.rank <= MOST_HELD
+
+    @property
+    def pieces(self) -> int:
+        """Of up to ITEM rank rows of one slice, in a pass: as many as tensor cores take, some of them of no item."""
+        return 1 << (self.tiles.items * len(self.slices) - 1).bit_length()
 
 
 def item_field(items, linear: int, field: int, j, mask=None) -> jax.Array:
@@ -64,34 +79,46 @@ def item_field(items, linear: int, field: int, j, mask=None) -> jax.Array:
 
 
 class Refs(NamedTuple):
-    """What a kernel sees of the adapters; sums and operand are scratch, None with `begun`, which then lies in a's place."""
+    """What a kernel sees of the adapters; h is scratch, or comes begun."""
 
-    a: Any
+    a: Any  # None with `begun`
     b: Any  # [L, S * R, N]
     slot_ids: Any
     items: Any
     layer: Any
-    sums: Any  # [J * P, padded T, width] float32
-    operand: Any  # [n, 1 or 2, padded T, J * ITEM]: h, in a dtype of fewer bits than float32 high and low part
+    h: Any  # [P, n * T, max(16, R)] float32: parts of x @ A^T of each row's own adapter, joined behind them; else anything
     counters: Any
     plan: Plan
     interpret: bool
 
-    def field(self, i: int, j) -> jax.Array:
+    def field(self, i: int, j, mask=None) -> jax.Array:
         """Of item j: its slot (0), first rank row (1), rank rows (2)."""
-        return item_field(self.items, self.plan.linear, i, j)
+        return item_field(self.items, self.plan.linear, i, j, mask)
 
     def count(self) -> jax.Array:
         return self.field(COUNT, 0)
 
-    def counter(self, j):
-        """Of item j: its parts that are done."""
-        return self.counters.shape[0] - self.plan.room + j
+    def counter(self, which):
+        """Of a pass: its parts that are done."""
+        return self.counters.shape[0] - 1 - which
 
     def flag(self):
-        """Counts the items of this linear in this layer that are finished."""
+        """Counts what is there of h, for this linear in this layer."""
         number = self.layer[0] * self.items.shape[0] + self.plan.linear
         return self.counters.shape[0] - self.plan.room - (number + 1) * LINE
+
+    def own(self, at_slice, j, inside) -> tuple[tuple, jax.Array]:
+        """(where h lies, whether it is there) of a slice's item j in each row, for j, at_slice and inside [Q]:
+        [padded T, Q, ITEM]."""
+        rows, shape = self.slot_ids.shape[0], (self.plan.padded, j.shape[0], ITEM)
+        row, r = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
+        t = lax.iota(jnp.int32, shape[0])
+        ids = plgpu.load(self.slot_ids.at[t], mask=t < rows, other=-1)
+        slot, first = (self.field(i, j, inside) for i in (SLOT, FIRST))
+        own = (ids[:, None] == slot[None]) & inside[None]
+        wide = lambda v: jnp.broadcast_to(v[None, :, None], shape)  # noqa: E731
+        first = lax.div(first, ITEM) * ITEM  # so that a compiler sees that it is a multiple
+        return (wide(at_slice * rows) + row, wide(first) + r), jnp.broadcast_to(own[:, :, None], shape)
 
 
 class Call(NamedTuple):
@@ -115,6 +142,7 @@ def with_adapters(
     grid: tuple[int, int],
     expanders: int,
     block_n: int,
+    interpret: bool,
 ) -> Call:
     """given and grid: of the product alone, in tiles of block_n columns. expanders: 0 where the product's own programs expand.
     Raises: ValueError for tiles, which may be stored ones, that would reach over a slice."""
@@ -128,8 +156,9 @@ def with_adapters(
     room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)
     tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, waits=expanders > 0)
     begun = adapters.begun
+    parts, joined = (tiles.parts, tiles.joined) if begun is None else (begun.shape[0], False)
     plan = Plan(
-        adapters.slices, adapters.linear, padded, room, rank, tiles, expanders, 0 if begun is None else begun.shape[0]
+        adapters.slices, adapters.linear, padded, room, rank, tiles, expanders, parts, begun is not None, joined
     )
     b = adapters.b.reshape(layers, slots * rank, outputs)
     first = adapters.a if begun is None else begun
@@ -137,8 +166,8 @@ def with_adapters(
     like = jax.ShapeDtypeStruct
     results = [like(arrivals.shape, arrivals.dtype)]
     if begun is None:
-        results.append(like((room * tiles.parts, padded, plan.width), jnp.float32))
-        results.append(like((n, halves(dtype), padded, room * ITEM), dtype))
+        results.append(like((parts + plan.joined, n * rows + interpret, max(ITEM, rank)), jnp.float32))
+    assert expanders or not tiles.spread, "a product that waits for programs behind it"
     programs = plan.shrinkers + grid[0] * grid[1] + expanders
     return Call((*given, *more), tuple(results), (programs,), plan)
 
@@ -151,9 +180,9 @@ def split_refs(
         return refs[:given], refs[given:], None
     end = given + 6 + results
     a, b, slot_ids, items, layer, _ = refs[given : given + 6]
-    counters, *scratch = refs[end:]
-    sums, operand = scratch or (None, None)
-    adapters = Refs(a, b, slot_ids, items, layer, sums, operand, counters, plan, interpret)
+    counters, *h = refs[end:]
+    a, h = (None, a) if plan.begun else (a, h[0])
+    adapters = Refs(a, b, slot_ids, items, layer, h, counters, plan, interpret)
     return refs[:given], refs[end - results : end], adapters
 
 
@@ -161,128 +190,136 @@ def run(
     x, refs: Refs, tiles: int, parts: int, product: Callable[..., None], expand_tile: Callable[..., None] | None
 ) -> None:
     """A kernel's body, in the grid of `with_adapters`: shrinks, or product(tile, part), or expand_tile(tile)."""
-    pid = pl.program_id(0)
-    begin, end = refs.plan.shrinkers, refs.plan.shrinkers + tiles * parts
-    if begin:
-        pl.when(pid < begin)(lambda: _shrink(x, refs, pid))
-    pl.when((pid >= begin) & (pid < end))(lambda: product(lax.rem(pid - begin, tiles), lax.div(pid - begin, tiles)))
+    pid, shrinkers, products = pl.program_id(0), refs.plan.shrinkers, tiles * parts
+    at = pid - shrinkers
+    if shrinkers and refs.plan.tiles.spread:
+        before, after = (lax.div((pid + i) * shrinkers, shrinkers + products) for i in (0, 1))
+        shrinks = (pid < shrinkers + products) & (after > before)
+        pl.when(shrinks)(lambda: _shrink(x, refs, before))
+        at = jnp.where(shrinks, -1, pid - jnp.minimum(before, shrinkers))
+    elif shrinkers:
+        pl.when(pid < shrinkers)(lambda: _shrink(x, refs, pid))
+    pl.when((at >= 0) & (at < products))(lambda: product(lax.rem(at, tiles), lax.div(at, tiles)))
     if expand_tile is not None:
-        pl.when(pid >= end)(lambda: expand_tile(pid - end))
+        pl.when(at >= products)(lambda: expand_tile(at - products))
 
 
 # ---- 2. in a kernel --------------------------------------------------------------------------------------------------
 def _shrink(x, refs: Refs, pid) -> None:
-    """Program (group, part): one part of K of every groups-th item."""
-    groups, parts = refs.plan.tiles.groups, refs.plan.tiles.parts
-    group, part, count = lax.div(pid, parts), lax.rem(pid, parts), refs.count()
+    """Program (group, part): one part of K of every groups-th pass, which is tiles.items items."""
+    plan, count = refs.plan, refs.count()
+    group, part = lax.div(pid, plan.parts), lax.rem(pid, plan.parts)
 
-    def item(i, _):
-        j = group + i * groups
-        pl.when(j < count)(lambda: _shrink_item(x, refs, j, part, count))
+    def one(i, _):
+        which = group + i * plan.tiles.groups
+        pl.when(which * plan.tiles.items < count)(lambda: _shrink_pass(x, refs, which, part, count))
         return _
 
-    lax.fori_loop(0, layout.cdiv(refs.plan.room, groups), item, 0)
+    lax.fori_loop(0, layout.cdiv(plan.passes, plan.tiles.groups), one, 0)
 
 
-def _shrink_item(x, refs: Refs, j, part, count) -> None:
-    plan = refs.plan
-    (rows, inputs), n, block_k = x.shape, len(plan.slices), plan.tiles.block_k
-    slot, first_rank, ranks = (refs.field(i, j) for i in (SLOT, FIRST, RANKS))
-    steps = layout.cdiv(inputs // block_k, plan.tiles.parts)
-    shape = (plan.padded, plan.width)
-    row, column = positions(shape)
+def _shrink_pass(x, refs: Refs, which, part, count) -> None:
+    plan, first = refs.plan, which * refs.plan.tiles.items
+    (rows, inputs), n, block_k, width = x.shape, len(plan.slices), plan.tiles.block_k, plan.pieces * ITEM
+    steps = layout.cdiv(inputs // block_k, plan.parts)
+
+    def pieces_of(pieces):
+        """Of pieces of the pass: slice, item, whether there is such an item."""
+        item = lax.div(pieces, n)
+        return lax.rem(pieces, n), first + item, (item < plan.tiles.items) & (first + item < count)
+
+    c = lax.iota(jnp.int32, width)
+    at_slice, j, inside = pieces_of(lax.div(c, ITEM))
+    slot, rank0, ranks = (refs.field(i, j, inside) for i in (SLOT, FIRST, RANKS))
+    r = lax.rem(c, ITEM)
+    a_row, there = at_slice * plan.rank + rank0 + r, inside & (r < ranks)
 
     def body(i, h):
         k0 = (part * steps + i) * block_k
         t, k = positions((plan.padded, block_k))
         x_tk = plgpu.load(x.at[t, k0 + k], mask=t < rows, other=0)
-        c, k = positions((plan.width, block_k))
-        at_slice, r = lax.div(c, ITEM), lax.rem(c, ITEM)
-        at = (full(refs.layer[0], c.shape), full(slot, c.shape), at_slice * plan.rank + first_rank + r, k0 + k)
-        a_ck = plgpu.load(refs.a.at[at], mask=(at_slice < n) & (r < ranks), other=0)
-        return h + dot(x_tk, a_ck.T)
+        shape = (width, block_k)
+        wide = lambda v: jnp.broadcast_to(v[:, None], shape)  # noqa: E731
+        at = (full(refs.layer[0], shape), wide(slot), wide(a_row), k0 + positions(shape)[1])
+        return h + dot(x_tk, plgpu.load(refs.a.at[at], mask=wide(there), other=0).T)
+
+    here = jnp.minimum(steps, inputs // block_k - part * steps)
+    h = lax.fori_loop(0, here, body, jnp.zeros((plan.padded, width), jnp.float32))
+    # Each row keeps its own adapter's: another row's inf must not reach this one.
+    at, own = refs.own(*pieces_of(lax.iota(jnp.int32, plan.pieces)))
+    if (
+        refs.interpret
+    ):  # there lanes that are masked store what they find, over what others store: they get a row of their own
+        at = (jnp.where(own, at[0], refs.h.shape[1] - 1), at[1])
+    h = h.reshape(own.shape)
+    part_of = lambda p: refs.h.at[full(p, own.shape), *at]  # noqa: E731
 
     def arrive() -> None:
         if not refs.interpret:
             plgpu.debug_barrier()  # what all threads of this program stored lies before its arrival
         plgpu.atomic_add(refs.counters, (refs.flag(),), jnp.int32(1))
 
-    here = jnp.minimum(steps, inputs // block_k - part * steps)
-    h = lax.fori_loop(0, here, body, jnp.zeros(shape, jnp.float32))
-    plgpu.store(refs.sums.at[full(j * plan.tiles.parts + part, shape), row, column], h)
+    plgpu.store(part_of(part), h, mask=own)
+    if not plan.joined:
+        return arrive()
 
-    def finish() -> None:
-        # A masked load, never a product with zero: another row's inf must not reach this one.
-        own = plgpu.load(refs.slot_ids.at[row], mask=row < rows, other=-1) == slot
-        of = lambda p: refs.sums.at[full(j * plan.tiles.parts + p, shape), row, column]  # noqa: E731
-        h = functools.reduce(jnp.add, [plgpu.load(of(p), mask=own, other=0) for p in range(plan.tiles.parts)])
-        _put_operand(h, refs, j, count)
+    def join() -> None:
+        parts = [plgpu.load(part_of(p), mask=own, other=0) for p in range(plan.parts)]
+        plgpu.store(part_of(plan.parts), functools.reduce(jnp.add, parts), mask=own)
         arrive()
 
-    when_last(refs.counters, refs.counter(j), plan.tiles.parts, finish, interpret=refs.interpret)
-
-
-def _put_operand(h, refs: Refs, j, count) -> None:
-    """h [padded T, width] of item j, and zeros after the last item to the end of its chunk."""
-    plan, operand = refs.plan, refs.operand
-    row, column = positions(h.shape)
-    at_slice, r = lax.div(column, ITEM), lax.rem(column, ITEM)
-    inside = at_slice < len(plan.slices)
-    parts = split(h, operand.dtype)
-
-    def put(q: int, columns, value, mask) -> None:
-        plgpu.store(operand.at[at_slice, full(q, h.shape), row, columns], value, mask=mask)
-
-    for q, value in enumerate(parts):
-        put(q, j * ITEM + r, value, inside)
-
-    @pl.when(j == count - 1)
-    def _():
-        end = pl.cdiv(count * ITEM, plan.tiles.chunk) * plan.tiles.chunk
-        for i in range(1, plan.tiles.chunk // ITEM):
-            columns = (j + i) * ITEM + r
-            for q, value in enumerate(parts):
-                put(q, columns, jnp.zeros_like(value), inside & (columns < end))
+    when_last(refs.counters, refs.counter(which), plan.parts, join, interpret=refs.interpret)
 
 
 def _finished(refs: Refs) -> jax.Array:
-    """Waits for h of all items. False: it never came."""
-    count, flag = refs.count(), refs.flag()
+    """Waits for all of h. False: it never came."""
+    plan, flag = refs.plan, refs.flag()
+    wanted = pl.cdiv(refs.count(), plan.tiles.items) * (1 if plan.joined else plan.parts)
     if refs.interpret:  # programs run one after the other
-        return refs.counters[flag] >= count
+        return refs.counters[flag] >= wanted
     read = lambda: plgpu.atomic_add(refs.counters, (flag,), jnp.int32(0))  # noqa: E731
-    again = lambda seen: (seen[0] < count) & (seen[1] < POLLS)  # noqa: E731
-    seen, _ = lax.while_loop(again, lambda seen: (read(), seen[1] + 1), (read(), jnp.int32(0)))
+    again = lambda seen: (seen[0] < wanted) & (seen[1] < POLLS)  # noqa: E731
+    seen, _ = lax.while_loop(again, lambda seen: (read(), seen[1] + 1), (jnp.int32(0), jnp.int32(0)))
     plgpu.debug_barrier()  # nobody reads h before all know
-    return seen >= count
+    return seen >= wanted
 
 
-def _h(refs: Refs, at_slice, column0) -> list[jax.Array]:
-    """A chunk of the finished h of one slice, [padded T, chunk] and what that leaves of it."""
+def _sum_of_parts(refs: Refs, at: tuple, mask) -> jax.Array:
     plan = refs.plan
-    row, column = positions((plan.padded, plan.tiles.chunk))
-    at = lambda q: (full(at_slice, row.shape), full(q, row.shape), row, column0 + column)  # noqa: E731
-    return [plgpu.load(refs.operand.at[at(q)]) for q in range(refs.operand.shape[1])]
+    parts = [plan.parts] if plan.joined else range(plan.parts)
+    load = lambda p: plgpu.load(refs.h.at[full(p, mask.shape), *at], mask=mask, other=0)  # noqa: E731
+    return functools.reduce(jnp.add, [load(p) for p in parts])
 
 
-def _begun(refs: Refs) -> list[jax.Array]:
-    """h [padded T, max(16, R)] of every row's own adapter, and what that leaves of it."""
-    row, r = positions((refs.plan.padded, refs.a.shape[2]))
-    there = row < refs.slot_ids.shape[0]
-    parts = [plgpu.load(refs.a.at[full(c, row.shape), row, r], mask=there, other=0) for c in range(refs.plan.begun)]
-    return split(functools.reduce(jnp.add, parts), refs.b.dtype)
+def _hold(refs: Refs, at_slice, count) -> list[jax.Array]:
+    """h of one slice, of each row's own adapter: [padded T, ITEM] for each ITEM ranks. What is no adapter's is anything."""
+    row, r = positions((refs.plan.padded, ITEM))
+    rows = refs.slot_ids.shape[0]
+    inside = (row < rows) & (count > 0)
+    of = lambda i: _sum_of_parts(refs, (at_slice * rows + row, i * ITEM + r), inside)  # noqa: E731
+    return [of(i) for i in range(layout.cdiv(refs.plan.rank, ITEM))]
 
 
-def _placed(begun: list[jax.Array], refs: Refs, column0, count) -> list[jax.Array]:
-    """As `_h`, from `_begun`: each row's h in the columns of its own items."""
-    row, column = positions((refs.plan.padded, refs.plan.tiles.chunk), column0)
-    rank_row, of_column = positions((begun[0].shape[1], refs.plan.tiles.chunk), column0)
-    ids = plgpu.load(refs.slot_ids.at[row], mask=row < refs.slot_ids.shape[0], other=-1)
-    own = (column < count * ITEM) & (refs.field(SLOT, lax.div(column, ITEM)) == ids)
-    here = rank_row == refs.field(FIRST, lax.div(of_column, ITEM)) + lax.rem(of_column, ITEM)
-    # One product with ones and zeros moves columns, exactly; the choice keeps out rows that nobody wrote.
-    moved = [dot(half, here.astype(half.dtype)) for half in begun]
-    return [jnp.where(own, half, 0.0).astype(refs.b.dtype) for half in moved]
+def _h(refs: Refs, at_slice, held: list[jax.Array], column0, count) -> list[jax.Array]:
+    """A chunk of h of one slice as tensor cores take it, zeros where a row has another adapter: [padded T, chunk], and in a
+    dtype of fewer bits than float32 what that leaves of it."""
+    plan = refs.plan
+    j = lax.div(column0, ITEM) + lax.iota(jnp.int32, plan.tiles.chunk // ITEM)
+    at, own = refs.own(full(at_slice, j.shape), j, j < count)
+    if plan.held:
+        # chosen, not multiplied by zero: another row's inf must not reach this one
+        first = jnp.broadcast_to(refs.field(FIRST, j, j < count)[None, :, None], own.shape)
+        h = jnp.zeros(own.shape, jnp.float32)
+        for i, value in enumerate(held):
+            h = jnp.where(own & (first == i * ITEM), jnp.broadcast_to(value[:, None], own.shape), h)
+    else:
+        h = _sum_of_parts(refs, at, own)
+    return split(h.reshape(plan.padded, plan.tiles.chunk), refs.b.dtype)
+
+
+def _slice_of(column, slices: tuple[int, ...]) -> jax.Array:
+    later = layout.slice_offsets(slices)[1:]
+    return functools.reduce(jnp.add, [jnp.int32(0), *((column >= o).astype(jnp.int32) for o in later)])
 
 
 def expand_alone(starts: tuple, block_n: int, refs: Refs) -> tuple[jax.Array, ...]:
@@ -295,24 +332,37 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
     """sums + h @ B: float32 [padded T, columns] each, for the columns from each of `starts` on."""
     plan = refs.plan
     block_n, chunk, count = sums[0].shape[1], plan.tiles.chunk, refs.count()
-    begun = _begun(refs) if plan.begun else None
-    finished = True if plan.begun else _finished(refs)
-    offsets = layout.slice_offsets(plan.slices)
 
-    def body(i, sums):
-        column0 = i * chunk
-        b_row = refs.items[plan.linear, pl.ds(column0, chunk)]
+    def b_tiles(i) -> tuple[jax.Array, ...]:
         r, c = positions((chunk, block_n))
+        inside = i * chunk + r < count * ITEM
+        at = i * chunk + lax.iota(jnp.int32, chunk)
+        b_row = plgpu.load(refs.items.at[full(plan.linear, at.shape), at], mask=at < count * ITEM, other=0)
+        b_row = jnp.broadcast_to(b_row[:, None], r.shape)
+        at = (full(refs.layer[0], r.shape), b_row)
+        return tuple(plgpu.load(refs.b.at[*at, start + c], mask=inside, other=0) for start in starts)
+
+    tiles = b_tiles(0)  # under way while this program waits
+    finished = True if plan.begun else _finished(refs)
+    at_slices = [_slice_of(start, plan.slices) for start in starts]
+    held = [_hold(refs, at_slice, count) if plan.held else [] for at_slice in at_slices]
+
+    def add(sums, tiles, i):
         out = []
-        for total, start in zip(sums, starts, strict=True):
-            at_slice = functools.reduce(jnp.add, [jnp.int32(0), *((start >= o).astype(jnp.int32) for o in offsets[1:])])
-            at = (full(refs.layer[0], r.shape), jnp.broadcast_to(b_row[:, None], r.shape), start + c)
-            b_rn = plgpu.load(refs.b.at[at], mask=column0 + r < count * ITEM, other=0)
-            chunks = _h(refs, at_slice, column0) if begun is None else _placed(begun, refs, column0, count)
-            for h in chunks:
+        for total, at_slice, own, b_rn in zip(sums, at_slices, held, tiles, strict=True):
+            for h in _h(refs, at_slice, own, i * chunk, count):
                 total = total + dot(h, b_rn)
             out.append(total)
         return tuple(out)
 
-    sums = lax.fori_loop(0, pl.cdiv(count * ITEM, chunk), body, sums)
+    def body(carry):
+        i, sums, tiles = carry
+        following = b_tiles(i + 1)
+        return i + 1, add(sums, tiles, i), following
+
+    if plan.room * ITEM <= chunk:
+        sums = add(sums, tiles, 0)
+    else:  # no loop that would be pipelined: its loads of h would fill shared memory
+        steps = pl.cdiv(count * ITEM, chunk)
+        _, sums, _ = lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), sums, tiles))
     return sums if plan.begun else tuple(jnp.where(finished, total, jnp.nan) for total in sums)

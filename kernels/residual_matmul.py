@@ -138,7 +138,9 @@ def _triton(
     tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize)
     like = jax.ShapeDtypeStruct
     out, blocks = like(x.shape, x.dtype), outputs // tiles.block_n
-    call = lora.with_adapters(adapters, arrivals, (y, w, x, scale), (blocks, tiles.parts), blocks, tiles.block_n)
+    call = lora.with_adapters(
+        adapters, arrivals, (y, w, x, scale), (blocks, tiles.parts), blocks, tiles.block_n, interpret
+    )
     if adapters is None:  # the counters are the product's own
         call = call._replace(given=(*call.given, arrivals), results=(like(arrivals.shape, arrivals.dtype),))
     parts = tiles.parts + (adapters is not None)

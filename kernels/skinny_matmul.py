@@ -165,7 +165,9 @@ def _triton(
     (rows, inputs), outputs = given[0].shape, w.shape[1]
     tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize, adapters is not None)
     columns = outputs // tiles.block_n
-    call = lora.with_adapters(adapters, arrivals, (*given, w), (columns, tiles.parts), columns, tiles.block_n)
+    call = lora.with_adapters(
+        adapters, arrivals, (*given, w), (columns, tiles.parts), columns, tiles.block_n, interpret
+    )
     out, *rest = pl.pallas_call(
         functools.partial(
             _kernel,

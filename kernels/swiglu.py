@@ -24,6 +24,8 @@ from .in_kernel import padded_rows, positions, silu_mul
 from .skinny_matmul import accumulate, check_product, operands, plain_product
 from .tuning import swiglu_tiles
 
+TOGETHER = 16  # column tiles
+
 
 # ---- 1. the public op ------------------------------------------------------------------------------------------------
 @functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
@@ -76,10 +78,10 @@ def _swiglu(
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
-def _pause(steps: int, n):
+def _pause(steps: int, n, tiles: int):
     """After how many of its steps column tile n adds the adapters: in the middle of its work, where waiting leaves memory to
-    the others, and not when all others do."""
-    return steps // 4 + lax.rem(n, max(1, steps // 2))
+    the others, and not when all others do, but when its neighbours do: they read the same rows of memory."""
+    return 3 * steps // 16 + lax.div(lax.div(n, TOGETHER) * (3 * steps // 4), layout.cdiv(tiles, TOGETHER))
 
 
 def _kernel(*refs, block_n: int, block_k: int, eps: float | None, plan: lora.Plan | None, interpret: bool):
@@ -97,7 +99,7 @@ def _kernel(*refs, block_n: int, block_k: int, eps: float | None, plan: lora.Pla
         inverse = None if eps is None else inverse_of(squares[0], x.shape[1], eps, padded_rows(rows))
         between = None
         if adapters is not None:
-            between = _pause(steps, n), functools.partial(lora.expand, starts=starts, refs=adapters)
+            between = _pause(steps, n, width // block_n), functools.partial(lora.expand, starts=starts, refs=adapters)
         gate, up = accumulate(x, w, starts, 0, steps, block_n, block_k, between)
         if inverse is not None:
             gate, up = gate * inverse, up * inverse
@@ -116,7 +118,9 @@ def _triton(
     given, eps = operands(x)
     rows, outputs = given[0].shape[0], w.shape[1] // 2
     tiles = swiglu_tiles(rows, w.shape[0], outputs, w.dtype.itemsize)
-    call = lora.with_adapters(adapters, arrivals, (*given, w), (outputs // tiles.block_n, 1), 0, tiles.block_n)
+    call = lora.with_adapters(
+        adapters, arrivals, (*given, w), (outputs // tiles.block_n, 1), 0, tiles.block_n, interpret
+    )
     out, *rest = pl.pallas_call(
         functools.partial(
             _kernel, block_n=tiles.block_n, block_k=tiles.block_k, eps=eps, plan=call.plan, interpret=interpret

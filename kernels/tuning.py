@@ -139,12 +139,18 @@ def swiglu_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulT
 
 @dataclass(frozen=True)
 class LoRATiles:
-    """Inside a product of few rows: groups * parts programs shrink, block_k inputs a step; chunk rank rows a step of the expand."""
+    """Inside a product of few rows: groups * parts programs shrink, `items` items a pass and block_k inputs a step; chunk rank
+    rows a step of the expand. joined: the last program of a pass adds its parts up, else all that read them do. spread: those that
+    shrink lie among the programs of the product, else before them all: cards deal programs out in runs, to neighbours that share
+    their way to memory, so this evens out a product of one round."""
 
     groups: int
+    items: int
     parts: int
     block_k: int
     chunk: int
+    joined: bool
+    spread: bool
 
 
 @rule
@@ -157,9 +163,11 @@ def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *
     block_k = most // (1 if itemsize < 4 else 2)
     while inputs % block_k:
         block_k //= 2
-    part = 512 if inputs <= 4096 and many != waits else 1024
+    part = 512 if inputs <= 4096 and (many != waits or slices == 1) else 1024
     parts = max(1, min(16, cdiv(inputs, part), inputs // block_k))
-    return LoRATiles(min(items, 8), parts, block_k, 32 if many and (slices == 3 or itemsize == 4) else 64)
+    together = max(1, 4 // slices) if many and inputs <= 4096 else 1  # rows are read once for all of them
+    chunk, spread = 32 if many and itemsize == 4 else 64, many and waits and slices > 1
+    return LoRATiles(min(cdiv(items, together), 8), together, parts, block_k, chunk, not waits, spread)
 
 
 TILE_SHRINKERS = 256  # programs wanted in a grid that shrinks tiles of rows: two a multiprocessor of the largest cards

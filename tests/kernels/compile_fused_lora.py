@@ -42,12 +42,10 @@ def adapters_of(linear: Linear, rows: int, rank: int, dtype: str) -> Adapters:
 
 
 def scratch_bytes(linear: Linear, rows: int, rank: int, dtype: str) -> int:
-    """Of the parts of h in float32 and of h as an operand; of a residual product's parts too."""
+    """Of the parts of h in float32; of a residual product's parts too."""
     slices, items, itemsize = len(linear.slices), most_items(SLOTS, rank), jnp.dtype(dtype).itemsize
-    waits = not linear.name.endswith("gate_up")
-    parts = lora_tiles(rows, linear.inputs, slices, items, itemsize, waits=waits).parts
-    width = 1 << (slices * ITEM - 1).bit_length()
-    h = items * max(16, rows) * (parts * width * 4 + slices * ITEM * 4)
+    tiles = lora_tiles(rows, linear.inputs, slices, items, itemsize, waits=not linear.name.endswith("gate_up"))
+    h = (tiles.parts + tiles.joined) * slices * rows * max(ITEM, rank) * 4
     outputs = sum(linear.slices)
     sums = (matmul_tiles(rows, linear.inputs, outputs, itemsize, adapters=True).parts + 1) * rows * outputs * 4
     return h + (sums if slices == 1 and rows <= MAX_ROWS else 0)

@@ -22,6 +22,7 @@ from lora_jax.kernels.lora_items import FIELDS, ITEM, most_items, work_items
 from lora_jax.kernels.residual_matmul import residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_lora_matmul
 from lora_jax.kernels.swiglu import lora_swiglu
+from lora_jax.kernels.tuning import lora_tiles
 
 from . import kernel_checks as checks
 from . import lora_oracle
@@ -246,7 +247,7 @@ def check_result(given: Given, out: Any, form: str) -> None:
 
 def check_counters(given: Given, after: np.ndarray, form: str, before: np.ndarray | None = None) -> int | None:
     """Counters are as they were, but for the one of this linear in this layer, which had not counted and is returned: there each
-    item came as often as any. None: there was nothing to count."""
+    pass over the items came in all its parts. None: there was nothing to count."""
     before, items = counters(given.case) if before is None else before, given.adapters.items
     changed, number = (
         np.flatnonzero(after != before),
@@ -257,8 +258,15 @@ def check_counters(given: Given, after: np.ndarray, form: str, before: np.ndarra
         return None
     assert changed.size == 1 and changed[0] >= PIECES, changed
     (at,) = changed.tolist()
-    assert before[at] == 0 < after[at] and after[at] % number == 0, (at, before[at], after[at], number)
+    assert before[at] == 0 and after[at] == _arrivals(given.case, number), (at, before[at], after[at], number)
     return at
+
+
+def _arrivals(case: Case, number: int) -> int:
+    """How often programs come, for so many items."""
+    room, itemsize = most_items(len(case.own_ranks), case.padded_rank), checks.oracle.numpy_dtype(case.dtype).itemsize
+    tiles = lora_tiles(case.rows, case.inputs, len(case.slices), room, itemsize, waits=case.op != "swiglu")
+    return -(-number // tiles.items) * (1 if tiles.joined else tiles.parts)
 
 
 def check(given: Given, form: str) -> Any:
