@@ -18,6 +18,7 @@ from .arrivals import check_arrivals
 from .lora_expand import lora_expand
 from .lora_items import FIELDS, ITEM
 from .lora_shrink import lora_shrink
+from .places import check_places, pieces
 from .tuning import matmul_tiles
 
 LINE = 32  # counters in a cache line
@@ -25,17 +26,18 @@ LINE = 32  # counters in a cache line
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["a", "b", "slot_ids", "items", "layer", "begun"],
+    data_fields=["a", "b", "slot_ids", "items", "layer", "begun", "places"],
     meta_fields=["slices", "linear"],
 )
 @dataclass(frozen=True)
 class Adapters:
     """The adapters of one linear in one step.
 
-    a [L, S, n*R, K] and b [L, S, R, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
+    a [L, P, n*Q, K] and b [L, P, Q, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
     [G, J * FIELDS]: of `work_items`; layer int32 scalar, an operand. slices: widths of the n output slices; linear: which of
     the G lists is this linear's. begun float32 as `begun_shape` says, for one slice: parts of x @ A^T whose sum is h with zeros
-    from its rank on, of rows with an adapter for this linear (`output_shrink`); the product then only expands.
+    from its rank on, of rows with an adapter for this linear (`output_shrink`); the product then only expands. places int32
+    [S, C] as `places` says, None: they are slots.
     """
 
     a: jax.Array
@@ -46,6 +48,12 @@ class Adapters:
     slices: tuple[int, ...]
     linear: int
     begun: jax.Array | None = None
+    places: jax.Array | None = None
+
+    @property
+    def rank(self) -> int:
+        """R"""
+        return self.b.shape[2] * (1 if self.places is None else self.places.shape[1])
 
 
 def adapter_counters(items: jax.Array, layers: int) -> int:
@@ -58,7 +66,7 @@ def adapter_counters(items: jax.Array, layers: int) -> int:
 
 def begun_shape(adapters: Adapters, programs: int) -> tuple[int, int, int]:
     """[C, T, R as tensor cores take it], of C programs a row."""
-    return programs, adapters.slot_ids.shape[0], max(ITEM, adapters.b.shape[2])
+    return programs, adapters.slot_ids.shape[0], max(ITEM, adapters.rank)
 
 
 def fits_adapters(rows: int, inputs: int, slices: tuple[int, ...], dtype: Any) -> bool:
@@ -91,6 +99,7 @@ def check_adapters(
             f"{op}: slices {adapters.slices} of {dtype} must add up to {outputs}, as multiples of a tile (see fits_adapters)"
         )
     layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
+    check_places(op, adapters.places)
     check_items(op, adapters)
     check_arrivals(op, arrivals, adapter_counters(adapters.items, a.shape[0]))
     begun, (_, *want) = adapters.begun, begun_shape(adapters, 0)
@@ -114,11 +123,12 @@ def check_items(op: str, adapters: Adapters) -> None:
 
 def plain_delta(x: jax.Array, adapters: Adapters) -> jax.Array:
     """In plain JAX: what the adapters add to x @ w, float32 [T, N]."""
-    at = (adapters.slot_ids, adapters.layer)
-    if adapters.begun is None:
-        h = lora_shrink(x, adapters.a, *at, implementation="xla")
-    else:
-        own = (adapters.slot_ids >= 0)[:, None]
-        h = jnp.where(own, jnp.sum(adapters.begun, axis=0), 0.0)[None, :, : adapters.b.shape[2]]
-    zeros = jnp.zeros((x.shape[0], adapters.b.shape[3]), jnp.float32)
-    return lora_expand(zeros, h, adapters.b, *at, slices=adapters.slices, implementation="xla")
+    out, q = jnp.zeros((x.shape[0], adapters.b.shape[3]), jnp.float32), adapters.b.shape[2]
+    for i, ids in enumerate(pieces(adapters.slot_ids, adapters.places)):
+        if adapters.begun is None:
+            h = lora_shrink(x, adapters.a, ids, adapters.layer, implementation="xla")
+        else:
+            own = (ids >= 0)[:, None]
+            h = jnp.where(own, jnp.sum(adapters.begun, axis=0)[:, i * q : (i + 1) * q], 0.0)[None]
+        out = lora_expand(out, h, adapters.b, ids, adapters.layer, slices=adapters.slices, implementation="xla")
+    return out

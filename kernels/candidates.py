@@ -129,6 +129,8 @@ def _changes(base: Any) -> list[dict[str, Any]]:
             out.append({name: not value} if name != "vector" else {"vector": not value, "lanes": False})
         elif name == "num_stages":
             out += [{name: value + 1}, {name: value - 1}]
+        elif name == "items":  # what more items a pass leave for groups to do
+            out += [{name: value * 2, "groups": cdiv(base.groups, 2)}, {name: value // 2}]
         elif name in ("parts", "groups"):
             out += [{name: value * 2}, {name: cdiv(value, 2)}]
         else:

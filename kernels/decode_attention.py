@@ -154,10 +154,17 @@ def _rotated(qkv, cos, sin, norm, eps, base, p: _Head, dtype) -> jax.Array:
 
 
 def _kernel(
-    *refs, heads: int, score: Score, window: int | None, eps: float | None, tiles, linear: int | None, interpret: bool
+    *refs,
+    heads: int,
+    score: Score,
+    window: int | None,
+    eps: float | None,
+    tiles,
+    linear: tuple[int, int] | None,
+    interpret: bool,
 ):
     """Program (row, KV head, part): the head's G queries over one part of the row's tokens; part 0 also the new token. The last
-    part of a head to finish joins them. linear: not None: it also shrinks for that linear.
+    part of a head to finish joins them. linear: not None: it also shrinks for that linear, whose largest rank follows.
 
     refs: qkv, cos, sin, kv [pages, page_size, 2, K, D], tables [R, P], positions [R], with eps also the scales of q's and k's
     norm [D], with several parts arrivals, with a linear what `Shrink` reads; then out [R, H, D], kv again, the same memory, with
@@ -170,7 +177,7 @@ def _kernel(
     if linear is not None:
         results = 2 if tiles.parts == 1 else 6
         a, slot_ids, items, layer = refs[-results - 5 : -results - 1]
-        shrink = Shrink(a, slot_ids, items, layer, refs[-1], linear)
+        shrink = Shrink(a, slot_ids, items, layer, refs[-1], *linear)
         refs = refs[:-1]
     out, kv_out, *joined = refs[-2:] if tiles.parts == 1 else refs[-6:]
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -212,10 +219,10 @@ def _kernel(
     page = pages(begin + ahead)
     a_rd = None
     if shrink is not None:
-        slot, rank = shrink.of(row)
+        b_row, rank = shrink.of(row)
         # few programs: latency counts, and registers are left
         if tiles.lanes and tiles.parts == 1 and shrink.out.shape[2] == 16:
-            a_rd = shrink.load(slot, rank, head * size, dim, size)
+            a_rd = shrink.load(b_row, rank, head * size, dim, size)
 
     # The new token: written by part 0, and attended to from registers.
     g = lax.iota(jnp.int32, g_pad)
@@ -262,7 +269,7 @@ def _kernel(
             return
         h = jnp.zeros((shrink.out.shape[2],), jnp.float32)
         for i in range(group):
-            a = shrink.load(slot, rank, (head * group + i) * size, dim, size) if a_rd is None else a_rd
+            a = shrink.load(b_row, rank, (head * group + i) * size, dim, size) if a_rd is None else a_rd
             h = h + product(a, jnp.sum(jnp.where(g[:, None] == i, o_gd.astype(jnp.float32), 0.0), axis=0))
         shrink.store(head, row, rank, h)
 
@@ -355,7 +362,7 @@ def _triton(qkv, rope, kv, tables, positions, arrivals, adapters, heads, score: 
             window=window,
             eps=None if norms is None else norms.eps,
             tiles=tiles,
-            linear=None if adapters is None else adapters.linear,
+            linear=None if adapters is None else (adapters.linear, adapters.rank),
             interpret=interpret,
         ),
         out_shape=results,

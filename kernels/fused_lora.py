@@ -6,8 +6,8 @@ than what they wait for, so that they never hold its place.
 With memory busy each step that depends on another takes microseconds: h stays in its parts of K, and who reads it adds them up.
 Work comes in items of up to ITEM rank rows of one slot: mixed ranks cost what their rows cost, and one program serves any
 number of adapters.
-Letters: T rows, K inputs, N outputs, L layers, S slots, R padded rank, n slices, J items at most, P parts of K, G linears of
-a layer. Sources: Hu et al., "LoRA", 2021; Chen et al., "Punica", 2023.
+Letters: T rows, K inputs, N outputs, L layers, S slots, R padded rank, Q ranks of a place, n slices, J items at most, P parts of
+K (of B: places), G linears of a layer. Sources: Hu et al., "LoRA", 2021; Chen et al., "Punica", 2023.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Refs(NamedTuple):
     """What a kernel sees of the adapters; h is scratch, or comes begun."""
 
     a: Any  # None with `begun`
-    b: Any  # [L, S * R, N]
+    b: Any  # [L, P * Q, N]
     slot_ids: Any
     items: Any
     layer: Any
@@ -94,6 +94,11 @@ class Refs(NamedTuple):
     def field(self, i: int, j, mask=None) -> jax.Array:
         """Of item j: its slot (0), first rank row (1), rank rows (2)."""
         return item_field(self.items, self.plan.linear, i, j, mask)
+
+    @property
+    def place(self) -> int:
+        """Q"""
+        return self.a.shape[2] // len(self.plan.slices)
 
     def count(self) -> jax.Array:
         return self.field(COUNT, 0)
@@ -151,7 +156,8 @@ def with_adapters(
     assert arrivals is not None
     if any(width % block_n for width in adapters.slices):
         raise ValueError(f"adapters: slices {adapters.slices} are no multiples of a tile of {block_n} columns")
-    (layers, slots, rank, outputs), dtype = adapters.b.shape, adapters.a.dtype
+    (layers, places, place, outputs), dtype = adapters.b.shape, adapters.a.dtype
+    rank = adapters.rank
     rows, inputs, n = adapters.slot_ids.shape[0], adapters.a.shape[3], len(adapters.slices)
     room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)
     tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, waits=expanders > 0)
@@ -160,7 +166,7 @@ def with_adapters(
     plan = Plan(
         adapters.slices, adapters.linear, padded, room, rank, tiles, expanders, parts, begun is not None, joined
     )
-    b = adapters.b.reshape(layers, slots * rank, outputs)
+    b = adapters.b.reshape(layers, places * place, outputs)
     first = adapters.a if begun is None else begun
     more = (first, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
     like = jax.ShapeDtypeStruct
@@ -230,9 +236,11 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
 
     c = lax.iota(jnp.int32, width)
     at_slice, j, inside = pieces_of(lax.div(c, ITEM))
-    slot, rank0, ranks = (refs.field(i, j, inside) for i in (SLOT, FIRST, RANKS))
     r = lax.rem(c, ITEM)
-    a_row, there = at_slice * plan.rank + rank0 + r, inside & (r < ranks)
+    there = inside & (r < refs.field(RANKS, j, inside))
+    b_row = plgpu.load(refs.items.at[full(plan.linear, c.shape), j * ITEM + r], mask=there, other=0)
+    place = lax.div(b_row, refs.place)
+    a_row = at_slice * refs.place + b_row - place * refs.place
 
     def body(i, h):
         k0 = (part * steps + i) * block_k
@@ -240,7 +248,7 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
         x_tk = plgpu.load(x.at[t, k0 + k], mask=t < rows, other=0)
         shape = (width, block_k)
         wide = lambda v: jnp.broadcast_to(v[:, None], shape)  # noqa: E731
-        at = (full(refs.layer[0], shape), wide(slot), wide(a_row), k0 + positions(shape)[1])
+        at = (full(refs.layer[0], shape), wide(place), wide(a_row), k0 + positions(shape)[1])
         return h + dot(x_tk, plgpu.load(refs.a.at[at], mask=wide(there), other=0).T)
 
     here = jnp.minimum(steps, inputs // block_k - part * steps)

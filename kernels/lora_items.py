@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .lora_layout import cdiv
+from .places import b_rows, own_places
 
 ITEM = 16  # rank rows
 FIELDS = ITEM + 4  # numbers an item takes in a list of them
@@ -30,11 +31,13 @@ def _items_of(rank: int) -> int:
     return n if n <= 2 else 4 * cdiv(n, 4)
 
 
-def work_items(slots: Sequence[int], ranks: np.ndarray, padded_rank: int, room: int) -> np.ndarray:
+def work_items(
+    slots: Sequence[int], ranks: np.ndarray, padded_rank: int, room: int, places: np.ndarray | None = None
+) -> np.ndarray:
     """int32 [G, room * FIELDS] for the distinct `slots` of a step. ranks [G, S]: rank rows of each slot for each linear, 0:
-    none. A list is the row of B [S * R] of each rank row [room * ITEM], then each item's slot, first rank row and number of
-    rank rows, which may be 0 [3 * room], then the number of items. Raises: ValueError for a rank above padded_rank,
-    a slot that is none or named twice, too little room."""
+    none; places: of `places`. A list is the row of B [P * Q] of each rank row [room * ITEM], then each item's slot, first rank
+    row and number of rank rows, which may be 0 [3 * room], then the number of items. Raises: ValueError for a rank above
+    padded_rank, a slot that is none or named twice, too little room."""
     if ranks.max(initial=0) > padded_rank:
         raise ValueError(f"work_items: a rank of {ranks.max()} in slots for {padded_rank}")
     if len(set(slots)) < len(slots) or not all(0 <= s < ranks.shape[1] for s in slots):
@@ -49,7 +52,8 @@ def work_items(slots: Sequence[int], ranks: np.ndarray, padded_rank: int, room: 
             raise ValueError(f"work_items: {len(items)} items in room for {room}")
         slot, first, rank = np.array(items, np.int32).T
         within = np.minimum(first[:, None] + np.arange(ITEM), padded_rank - 1)
-        row[: len(items) * ITEM] = (slot[:, None] * padded_rank + within).ravel()
+        own = own_places(ranks.shape[1]) if places is None else places
+        row[: len(items) * ITEM] = b_rows(own, slot[:, None], within, padded_rank).ravel()
         for i, values in enumerate((slot, first, np.clip(rank - first, 0, ITEM))):
             row[room * (ITEM + i) :][: len(items)] = values
         row[room * (ITEM + 3)] = len(items)

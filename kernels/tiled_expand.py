@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from . import lora_layout as layout
 from .in_kernel import dot, full, positions, silu_mul
 from .lora_items import ITEM
+from .tile_items import b_row_of
 from .tiled_lora import TileAdapters, check_tile_adapters, h_shape, items_of, tile_of_items
 from .tuning import ExpandCut, expand_cut
 
@@ -110,7 +111,7 @@ def tile_deltas(
 ) -> tuple[jax.Array, ...]:
     """float32 [BT, width] of h @ B for the columns from each of `starts` on, which lie in one slice.
 
-    refs: lists [G, J + tiles, ITEM], layer [1], h [n, halves, J, BT, ITEM], b [L, S * R, N]. one_slice: all starts lie in the
+    refs: lists [G, J + tiles, ITEM], layer [1], h [n, halves, J, BT, ITEM], b [L, P * Q, N]. one_slice: all starts lie in the
     same. An item a step, high part, then low part: other adapters' items add zeros, so a row's bits do not depend on the tile's
     other rows.
     """
@@ -125,9 +126,10 @@ def tile_deltas(
 
     def body(i, sums):
         item = begin + i
-        b_row = lists[static.linear, item, pl.ds(0, ITEM)]
+        number = lists[static.linear, item, pl.ds(0, ITEM)]
+        b_row = b_row_of(number)
         r, c = positions((ITEM, width))
-        there = jnp.broadcast_to((b_row >= 0)[:, None], r.shape)
+        there = jnp.broadcast_to((number >= 0)[:, None], r.shape)
         h_tr = [h_of(at_slice, item) for at_slice in at_slices] * (len(starts) // len(at_slices))
         out = []
         for total, start, halves in zip(sums, starts, h_tr, strict=True):
@@ -158,7 +160,7 @@ def _add_kernel(
     lists,  # [G, J + tiles, ITEM] int32
     layer,  # [1] int32
     h,  # [n, halves, J, BT, ITEM]
-    b,  # [L, S * R, N]
+    b,  # [L, P * Q, N]
     _,  # y [T, N], the same memory as out
     out,  # [T, N], holds y at first
     *,
@@ -180,7 +182,7 @@ def _silu_mul_kernel(
     lists,  # [G, J + tiles, ITEM] int32
     layer,  # [1] int32
     h,  # [2, halves, J, BT, ITEM]
-    b,  # [L, S * R, 2F]
+    b,  # [L, P * Q, 2F]
     gate_up,  # [T, 2F]
     out,  # [T, F]
     *,
@@ -233,12 +235,13 @@ def _triton_silu_mul(gate_up, h, adapters: TileAdapters, cut: ExpandCut, interpr
 def _xla_delta(h: jax.Array, adapters: TileAdapters) -> jax.Array:
     """float32 [T, N]"""
     tokens, outputs = adapters.slot_ids.shape[0], adapters.b.shape[3]
-    b_row, tile = tile_of_items(adapters)
+    number, tile = tile_of_items(adapters)
+    b_row = b_row_of(number)
     b = adapters.b[adapters.layer].reshape(-1, outputs)
     offsets = layout.slice_offsets(adapters.slices)
 
     def body(j, out):
-        there = (b_row[j] >= 0)[:, None]
+        there = (number[j] >= 0)[:, None]
         b_rn = jnp.where(there, b[b_row[j]], 0).astype(jnp.float32)
         h_tr = jnp.where(there.T, jnp.sum(h[:, :, j].astype(jnp.float32), axis=1), 0.0)  # h may be undefined there
         parts = zip(h_tr, offsets, adapters.slices, strict=True)

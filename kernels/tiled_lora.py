@@ -24,23 +24,24 @@ from .arrivals import check_arrivals, when_last
 from .in_kernel import dot, full, halves, positions, split
 from .lora_items import ITEM
 from .lora_shrink import lora_shrink
-from .tile_items import GROUP
+from .places import check_places, pieces
+from .tile_items import GROUP, OWNER, b_row_of
 from .tuning import ShrinkCut, shrink_cut, tile_rows
 
 
 # ---- 1. operands -----------------------------------------------------------------------------------------------------
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["a", "b", "slot_ids", "items", "layer"],
+    data_fields=["a", "b", "slot_ids", "items", "layer", "places"],
     meta_fields=["slices", "linear", "block_t"],
 )
 @dataclass(frozen=True)
 class TileAdapters:
     """The adapters of one linear in one step of many rows.
 
-    a [L, S, n*R, K] and b [L, S, R, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
+    a [L, P, n*Q, K] and b [L, P, Q, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
     [G, J + tiles, ITEM]: of `tile_items`; layer int32 scalar, an operand. slices: widths of the n output slices; linear: which of
-    the G lists is this linear's; block_t: rows of a tile.
+    the G lists is this linear's; block_t: rows of a tile; places int32 [S, C] as `places` says, None: they are slots.
     """
 
     a: jax.Array
@@ -51,11 +52,13 @@ class TileAdapters:
     slices: tuple[int, ...]
     linear: int
     block_t: int
+    places: jax.Array | None = None
 
     @classmethod
-    def of(cls, a, b, slot_ids, items, layer, slices: tuple[int, ...], linear: int) -> TileAdapters:
+    def of(cls, a, b, slot_ids, items, layer, slices: tuple[int, ...], linear: int, places=None) -> TileAdapters:
         """With the tiles of `tile_rows`."""
-        return cls(a, b, slot_ids, items, layer, slices, linear, tile_rows(slot_ids.shape[0], a.dtype.itemsize))
+        block_t = tile_rows(slot_ids.shape[0], a.dtype.itemsize)
+        return cls(a, b, slot_ids, items, layer, slices, linear, block_t, places)
 
     @property
     def tiles(self) -> int:
@@ -90,6 +93,7 @@ def check_tile_adapters(op: str, adapters: TileAdapters, rows: int) -> None:
     if block_t & (block_t - 1) or block_t < 16:
         raise ValueError(f"{op}: block_t must be a power of two from 16 on, got {block_t}")
     layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
+    check_places(op, adapters.places)
     items = adapters.items
     if (
         items.dtype != jnp.int32
@@ -151,7 +155,7 @@ def _kernel(
     lists,  # [G, J + tiles, ITEM] int32
     layer,  # [1] int32
     x,  # [T, K]
-    a,  # [L, S * n * R, K]
+    a,  # [L, P * n * Q, K]
     _,  # counters, the same memory as below
     h,  # [n, halves, J, BT, ITEM]
     counters,
@@ -180,15 +184,16 @@ def _kernel(
 
     at_slice, item, r = place(lax.iota(jnp.int32, width))
 
-    def b_rows(first) -> jax.Array:
-        """The row of B of each column of a group, -1: none."""
+    def numbers(first) -> jax.Array:
+        """Of each column of a group, as `tile_items` says, -1: none."""
         rows = plgpu.load(lists.at[full(linear, (width,)), first + item, r])
         return jnp.where(at_slice < n, rows, -1)
 
     def product(first) -> jax.Array:
-        b_row = b_rows(first)
-        slot = lax.div(b_row, rank)
-        a_row = (slot * n + at_slice) * rank + b_row - slot * rank
+        number = numbers(first)
+        b_row = b_row_of(number)
+        place_ = lax.div(b_row, rank)
+        a_row = (place_ * n + at_slice) * rank + b_row - place_ * rank
 
         def body(i, acc):
             k0 = (part * steps + i) * cut.block_k
@@ -198,16 +203,16 @@ def _kernel(
             x_tk = plgpu.load(x.at[t, k], mask=mask, other=None if mask is None else 0)
             _, k = positions((width, cut.block_k), k0)
             at = (full(layer[0], k.shape), jnp.broadcast_to(a_row[:, None], k.shape), k)
-            a_ck = plgpu.load(a.at[at], mask=jnp.broadcast_to((b_row >= 0)[:, None], k.shape), other=0)
+            a_ck = plgpu.load(a.at[at], mask=jnp.broadcast_to((number >= 0)[:, None], k.shape), other=0)
             return acc + dot(x_tk, a_ck.T)
 
         return lax.fori_loop(0, here, body, jnp.zeros((block_t, width), jnp.float32))
 
     def put(first, value) -> None:
         """The finished h of a group."""
-        b_row, t = b_rows(first), tile * block_t + lax.iota(jnp.int32, block_t)
+        number, t = numbers(first), tile * block_t + lax.iota(jnp.int32, block_t)
         ids = plgpu.load(slot_ids.at[t], mask=t < tokens, other=-1)
-        own = (b_row >= 0)[None, :] & (ids[:, None] == lax.div(b_row, rank)[None, :])
+        own = (number >= 0)[None, :] & (ids[:, None] == (number >> OWNER)[None, :])
         value = jnp.where(own, value, 0.0)  # never a product with zero: another row's inf must not reach this one
         row, c = positions((block_t, width))
         s, j, k = place(c)
@@ -276,20 +281,26 @@ def _triton(
 
 # ---- 5. the plain-JAX form -------------------------------------------------------------------------------------------
 def tile_of_items(adapters: TileAdapters) -> tuple[jax.Array, jax.Array]:
-    """(of each item the row of B of its rank rows, int32 [J, ITEM], -1: none; its tile, int32 [J])."""
+    """(of each item its numbers, int32 [J, ITEM], -1: none; its tile, int32 [J])."""
     own = adapters.items[adapters.linear]
     tile = jnp.searchsorted(own[adapters.room :, 0], jnp.arange(adapters.room), side="right") - 1
     return own[: adapters.room], tile
 
 
 def _xla(x: jax.Array, adapters: TileAdapters) -> jax.Array:
-    tokens, n, rank, like = x.shape[0], len(adapters.slices), adapters.b.shape[2], h_shape(adapters)
-    own = lora_shrink(x, adapters.a, adapters.slot_ids, adapters.layer, implementation="xla")[0]
-    b_row, tile = tile_of_items(adapters)
+    tokens, n, q, like = x.shape[0], len(adapters.slices), adapters.b.shape[2], h_shape(adapters)
+    own = pieces(adapters.slot_ids, adapters.places)
+    shrunk = [lora_shrink(x, adapters.a, ids, adapters.layer, implementation="xla")[0] for ids in own]
+    h = jnp.concatenate([h.reshape(tokens, n, q) for h in shrunk], axis=2)  # [T, n, R]
+    number, tile = tile_of_items(adapters)
     row = tile[:, None] * adapters.block_t + jnp.arange(adapters.block_t)  # [J, BT]
-    of_row = own.reshape(tokens, n, rank).at[row].get(mode="clip")  # [J, BT, n, R]
-    h = jnp.take_along_axis(of_row, jnp.maximum(b_row, 0)[:, None, None] % rank, axis=3)
+    owner, b_row = jnp.maximum(number >> OWNER, 0), b_row_of(number)
+    piece = 0
+    if adapters.places is not None:
+        piece = jnp.argmax(adapters.places[owner] == (b_row // q)[..., None], axis=-1)
+    of_row = h.at[row].get(mode="clip")  # [J, BT, n, R]
+    h = jnp.take_along_axis(of_row, (piece * q + b_row % q)[:, None, None] % h.shape[2], axis=3)
     ids = adapters.slot_ids.at[row].get(mode="fill", fill_value=-1)
-    mine = (b_row >= 0)[:, None] & (b_row[:, None] // rank == ids[..., None])  # [J, BT, ITEM]
+    mine = (number >= 0)[:, None] & (owner[:, None] == ids[..., None])  # [J, BT, ITEM]
     h = jnp.where(mine[:, :, None], h, 0.0).transpose(2, 0, 1, 3)
     return jnp.stack(split(h, like.dtype), axis=1)

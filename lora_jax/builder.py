@@ -179,7 +179,7 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
         paths = [_name_and_path(item)[1] for item in args.lora_modules]
         rank = max((peek_rank(p) for p in paths), default=DEFAULT_RANK)
     in_memory = max(args.max_cpu_loras or 4 * args.max_loras, len(args.lora_modules))
-    return LoRAConfig(args.max_loras, rank, in_memory, args.lora_target_modules)
+    return LoRAConfig(args.max_loras, rank, in_memory, args.lora_target_modules, args.max_total_lora_rank)
 
 
 def _plan(

@@ -11,6 +11,7 @@ from .errors import ConfigError
 Implementation = Literal["auto", "triton", "xla"]
 
 LARGEST_RANK = 256
+PLACE_RANK = 16  # of the device stacks, where slots have more
 
 
 def _buckets(low: int, high: int, factor: int) -> tuple[int, ...]:
@@ -75,13 +76,15 @@ class CacheConfig:
 class LoRAConfig:
     """max_loras: device slots. max_lora_rank: largest rank, padded to a power of two on the device.
 
-    max_cpu_loras: adapters kept in host memory. target_modules: names of linears that get slots (None: all).
+    max_cpu_loras: adapters kept in host memory. target_modules: names of linears that get slots (None: all). max_total_lora_rank:
+    of all adapters in slots together, each counted up to a multiple of place_rank (None: max_loras times the padded rank).
     """
 
     max_loras: int
     max_lora_rank: int
     max_cpu_loras: int
     target_modules: tuple[str, ...] | None = None
+    max_total_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_loras < 1:
@@ -90,10 +93,38 @@ class LoRAConfig:
             raise ConfigError(f"max_lora_rank must be in [1, {LARGEST_RANK}], got {self.max_lora_rank}")
         if self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras={self.max_cpu_loras} must be >= max_loras={self.max_loras}")
+        total = self.max_total_lora_rank
+        if total is not None and self.places_of_slot == 1:
+            raise ConfigError(
+                f"max_total_lora_rank={total} needs a max_lora_rank above {PLACE_RANK}, not {self.max_lora_rank}: each slot takes "
+                f"{self.padded_rank} ranks"
+            )
+        if total is not None and total < self.padded_rank:
+            raise ConfigError(
+                f"max_total_lora_rank={total} has no room for one adapter of max_lora_rank={self.max_lora_rank}: at least "
+                f"{self.padded_rank}"
+            )
 
     @property
     def padded_rank(self) -> int:
         return max(8, 1 << (self.max_lora_rank - 1).bit_length())
+
+    @property
+    def place_rank(self) -> int:
+        """Ranks that a place of the device stacks has."""
+        return min(PLACE_RANK, self.padded_rank)
+
+    @property
+    def places_of_slot(self) -> int:
+        """At most."""
+        return self.padded_rank // self.place_rank
+
+    @property
+    def num_places(self) -> int:
+        """Of the device stacks. Where a slot never needs more than one, each has its own."""
+        most = self.max_loras * self.padded_rank
+        total = most if self.max_total_lora_rank is None else min(most, self.max_total_lora_rank)
+        return total // self.place_rank
 
 
 def _opt(default: Any, help: str, **meta: Any) -> Any:
@@ -114,6 +145,10 @@ class EngineArgs:
     max_loras: int = _opt(8, "device slots: distinct adapters in one batch")
     max_lora_rank: int | Literal["auto"] = _opt(
         "auto", "largest adapter rank (auto: of the adapters named at start, else 16)"
+    )
+    max_total_lora_rank: int | None = _opt(
+        None,
+        "ranks of all adapters in slots together: less device memory where few are large (default: max_loras x max_lora_rank)",
     )
     max_cpu_loras: int | None = _opt(None, "adapters kept in host memory (default: 4 x max_loras)")
     lora_target_modules: tuple[str, ...] | None = _opt(None, "linears that get adapter slots (default: all)")
@@ -153,6 +188,7 @@ class EngineArgs:
             if options and value not in options and not (f.name == "max_lora_rank" and isinstance(value, int)):
                 raise ConfigError(f"{f.name} must be one of {', '.join(options)}, got {value!r}")
         sizes = "max_loras max_num_seqs max_num_batched_tokens max_model_len num_pages page_size max_cpu_loras max_lora_rank"
+        sizes += " max_total_lora_rank"
         for name in sizes.split():
             value = getattr(self, name)
             if isinstance(value, bool) or (isinstance(value, int) and value < 1):

@@ -16,7 +16,6 @@ from .errors import AdapterError, AdapterNotFoundError, EngineDeadError, LoraJax
 from .inputs import check_params, prompt_ids
 from .log import log, show_log
 from .lora.adapter import Adapter, LoadReport
-from .lora.slots import SlotManager
 from .outputs import OutputState, failed, not_finite
 from .plan import StepPlan
 from .request import LoRARequest, Prompt, Request, SamplingParams, StepOutput
@@ -50,7 +49,7 @@ class Engine:
         self.model_config, self.dtype, self.device = spec.model, spec.dtype, spec.setup.device
         self.scheduler_config = spec.builder.scheduler  # with every size settled
         self.max_model_len = self.scheduler_config.max_model_len
-        self._slots = SlotManager(spec.lora.config.max_loras, spec.lora.config.max_cpu_loras) if spec.lora else None
+        self._slots = spec.lora.slot_manager() if spec.lora else None
         self._scheduler = self._new_scheduler()
         self._in_flight: InFlight | None = None  # dispatched and not read yet
         self._lock = threading.RLock()
@@ -179,7 +178,8 @@ class Engine:
         if plan is not None:
             try:
                 for slot, adapter in plan.slot_writes:
-                    self._runtime.write_slot(slot, adapter)
+                    assert self._slots is not None
+                    self._runtime.write_slot(slot, self._slots.places_of(adapter), adapter)
                     self._counts["slot_writes"] += 1
                 younger = self._runtime.dispatch(plan)
             except Exception as e:  # the older step may be whole: its tokens come first

@@ -16,6 +16,10 @@ class SlotSource(Protocol):
         """(slot, whether the weights must be written into it first), or None: running requests hold every slot."""
         ...
 
+    def keeps(self, adapter: Any, /) -> bool:
+        """Whether nobody else can get the slot that the adapter has."""
+        ...
+
     def release(self, adapter: Any, /) -> None:
         """Ends one `acquire`. The weights stay in the slot until somebody else needs it."""
         ...

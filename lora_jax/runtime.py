@@ -12,7 +12,7 @@ import numpy as np
 
 from .dispatch import StepTable
 from .lora.adapter import Adapter
-from .lora.weights import slot_arrays
+from .lora.weights import place_arrays
 from .plan import ScheduledRow, StepPlan
 from .request import Logprobs, Request
 from .sampling import TokenLogprobs, to_logprobs
@@ -74,14 +74,16 @@ class Runtime:
         jax.block_until_ready((self._kv, self._state, self._last_tokens))
         self.table.reset_hits()
 
-    def write_slot(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter's weights in a device slot, every module of it. Steps dispatched before still see the old ones."""
+    def write_slot(self, slot: int, places: Sequence[int], adapter: Adapter) -> None:
+        """Put an adapter's weights in the places of a device slot, every module of it. Steps dispatched before still see the old
+        ones."""
         lora = self.spec.lora
         assert lora is not None and self._slot_ranks is not None
-        rank = lora.config.padded_rank
-        arrays = slot_arrays(adapter, lora.targets, lora.groups, rank, jnp.dtype(self.spec.dtype))
-        self._stacks = self.table[StepKey("write_slot", 1, lora=True)](self._stacks, np.int32(slot), arrays)
-        self._slot_ranks.put(slot, adapter, lora.targets)
+        rank, dtype, write = lora.config.place_rank, jnp.dtype(self.spec.dtype), StepKey("write_slot", 1, lora=True)
+        for piece, place in enumerate(places):
+            arrays = place_arrays(adapter, lora.targets, lora.groups, rank, piece, dtype)
+            self._stacks = self._call(write, self._stacks, np.array((place, slot, piece), np.int32), arrays)
+        self._slot_ranks.put(slot, places, adapter, lora.targets)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Hand one step to the device, without waiting for it or for those before."""

@@ -38,8 +38,8 @@ class Scheduler:
     for each running request, so that it isn't thrown out at once) and its adapter's slot are there. A request that
     lacks only a slot may be passed by later ones that need none or whose adapter has one. So that it doesn't wait for
     ever, one adapter drains for the oldest such request once `max_passes` (max_num_seqs) requests with adapters have
-    passed: the adapter with the fewest running requests at that time may not pass any more. Its slot is free when
-    those have ended, however many others come.
+    passed: the adapter with the fewest running requests at that time may not pass any more, nor may adapters that have no slot.
+    Its slot is free when those have ended, however many others come; another drains when that is not room enough.
     Prefill and decode steps alternate while there is work for both.
 
     Preemption. When pages run out, the running request that came last gives everything back, keeps its tokens, and
@@ -233,7 +233,7 @@ class Scheduler:
                 break
             adapter = request.adapter
             if adapter is not None:
-                barred = id(adapter) in refused or (lacking and self._drains(adapter))
+                barred = id(adapter) in refused or (lacking and self._may_not_pass(adapter))
                 if barred or not self._acquire_slot(request, writes):
                     refused.add(id(adapter))
                     if not lacking and request is not self._lacks_slot:
@@ -249,10 +249,14 @@ class Scheduler:
             budget -= row.num_tokens
         self._blocked = len(rows) == found and not full
 
-    def _drains(self, adapter: Any) -> bool:
-        """Whether this adapter may not pass the oldest request without a slot."""
+    def _may_not_pass(self, adapter: Any) -> bool:
+        """Whether this adapter may not pass the oldest request without a slot: one that runs and whose slot it is to get, or one
+        that would take places which come free for it."""
         if self._passes < self.max_passes:
             return False
+        assert self._slots is not None
+        if not self._slots.keeps(adapter):
+            return True
         running = Counter(r.adapter for r in self._running if r.adapter is not None)
         if self._draining not in running:
             self._draining = min(running, key=running.__getitem__, default=None)

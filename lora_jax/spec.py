@@ -22,7 +22,8 @@ from .lora.active import SlotRanks
 from .lora.adapter import TargetSpec
 from .lora.apply import attach
 from .lora.sites import GroupShape, LoRASite, group_shapes, target_specs
-from .lora.weights import stack_avals, write_slot
+from .lora.slots import SlotManager
+from .lora.weights import place_avals, stack_avals, write_place
 from .models.config import ModelConfig
 from .models.llama import abstract_model, lora_sites
 from .sampling import (
@@ -49,9 +50,15 @@ class LoRARuntime:
     groups: dict[str, GroupShape]
     targets: dict[str, TargetSpec]
 
+    def slot_manager(self) -> SlotManager:
+        config, places = self.config, {}
+        if config.places_of_slot > 1:
+            places = dict(num_places=config.num_places, place_rank=config.place_rank, most=config.places_of_slot)
+        return SlotManager(config.max_loras, config.max_cpu_loras, **places)
+
     def slot_ranks(self) -> SlotRanks:
         """For a runtime of its own."""
-        return SlotRanks(self.groups, self.config.max_loras, self.config.padded_rank, jnp.dtype(self.dtype).itemsize)
+        return SlotRanks(self.groups, self.config, jnp.dtype(self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -116,8 +123,7 @@ def _lora_runtime(
     _check_targets(lora, sites)
     sites = [site for site in sites if any(map(wanted, site.names))]
     groups, tree = group_shapes(sites), abstract_model(model, dtype)
-    limits: dict[str, Any] = dict(max_loras=lora.max_loras, rank=lora.padded_rank)
-    attach(tree, sites, groups, **limits, dtype=dtype, implementation=implementation)
+    attach(tree, sites, groups, stack_avals(groups, lora, dtype, None), implementation=implementation)
     definition = ModelDef.of(tree)
     assert definition.paths == plain.paths, "attaching changed the model's own parameters"
     targets = {name: target for name, target in target_specs(sites).items() if wanted(name)}
@@ -141,8 +147,7 @@ def _init(spec: RuntimeSpec):
 
 def _lora_stacks(spec: RuntimeSpec) -> dict:
     assert spec.lora is not None
-    cfg = spec.lora.config
-    return stack_avals(spec.lora.groups, cfg.max_loras, cfg.padded_rank, spec.dtype, spec.setup.sharding)
+    return stack_avals(spec.lora.groups, spec.lora.config, spec.dtype, spec.setup.sharding)
 
 
 def _placed(spec: RuntimeSpec, tree: Any) -> Any:
@@ -213,8 +218,7 @@ def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:
             return Entry(functools.partial(_init, spec), ())
         if key.phase == "init_slots":
             return Entry(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), stacks[0]), ())
-        one = jax.tree.map(lambda s: array((s.shape[0], 1, *s.shape[2:]), s.dtype), stacks[0])
-        return Entry(write_slot, (stacks[0], array((), jnp.int32), one), (0,))
+        return Entry(write_place, (stacks[0], array((3,), jnp.int32), place_avals(stacks[0], array)), (0,))
 
     kinds: dict[str, Callable[[StepKey], Entry]] = {
         "decode": model_entry,

@@ -11,9 +11,11 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError
 from lora_jax.lora.apply import LoRAEmbed, LoRALinear, LoRAStack, SlotIds, attach, lora_linear
 from lora_jax.lora.sites import LoRASite, group_shapes
+from lora_jax.lora.weights import stack_avals
 from lora_jax.models.layers import LoRATiedHead, TiedHead
 from lora_jax.step import ModelDef
 
@@ -64,7 +66,14 @@ SITES = [
 
 def attached(model: Any, sites: list[LoRASite] = SITES, **options: Any) -> Any:
     groups = group_shapes(sites)
-    attach(model, sites, groups, max_loras=SLOTS, rank=RANK, dtype=jnp.float32, implementation="xla", **options)
+    attach(
+        model,
+        sites,
+        groups,
+        stack_avals(groups, LoRAConfig(SLOTS, RANK, SLOTS), jnp.float32, None),
+        implementation="xla",
+        **options,
+    )
     return model
 
 

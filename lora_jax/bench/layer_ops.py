@@ -20,6 +20,7 @@ from lora_jax.kernels.rope_cache import HeadNorms
 
 from ..config import CacheConfig
 from ..kv_cache import DecodeInputs, kv_shape
+from ..lora.weights import PLACES, stack_avals
 from ..models import layers
 from ..models.llama import hf_plan
 from ..models.rope import inv_freq
@@ -78,7 +79,9 @@ class LayerOp:
         if self.kind == "attention":
             return self.rows * self.context * 2 * model.num_kv_heads * model.head_dim * item
         size = sum(int(np.prod(shape)) for path, shape in self._shapes().items() if self._reads(path))
-        return item * (size + sum(int(np.prod(s)) // s[1] * self.adapters for s in self._stack_shapes(1)))
+        config = self.spec.lora.config if self.spec.lora else None
+        places = self.adapters * config.places_of_slot if config else 0
+        return item * (size + sum(int(np.prod(s)) // s[1] * places for s in self._stack_shapes(1)))
 
     def calls(self, on_gpu: bool) -> int:
         return max(2, min(MOST_CALLS, -(-CALLS_BYTES // self.must_read()))) if on_gpu else 1
@@ -95,7 +98,7 @@ class LayerOp:
         if not self.lora or self.spec.lora is None or self.kind not in self.spec.lora.groups:
             return ()
         config = self.spec.lora.config
-        shapes = self.spec.lora.groups[self.kind].shapes(config.max_loras, config.padded_rank)
+        shapes = self.spec.lora.groups[self.kind].shapes(config.num_places, config.place_rank)
         return tuple((layers_, *shape[1:]) for shape in shapes)
 
     # ---- operands ----
@@ -176,11 +179,9 @@ class LayerOp:
         if not self.lora or self.spec.lora is None:
             return self.spec.definition.plain(params).model.layers[0]
         lora = self.spec.lora
-        sizes = lora.config.max_loras, lora.config.padded_rank
-        there: dict[str, Any] = {
-            name: tuple(jax.ShapeDtypeStruct(s, dtype) for s in group.shapes(*sizes))
-            for name, group in lora.groups.items()
-        }
+        there: dict[str, Any] = stack_avals(lora.groups, lora.config, dtype, None)
+        if PLACES in there:
+            there[PLACES] = (jnp.asarray(lora.slot_ranks().filled_places()),)
         if stacks:
             there[self.kind] = stacks
         layer = lora.definition.with_adapters(params, there, slot_ids, slot_ids).model.layers[0]

@@ -6,7 +6,7 @@ How a linear gets its adapters depends on the rows of its step alone: with at mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from lora_jax.kernels.lora_items import ITEM, most_items, work_items
 from lora_jax.kernels.tile_items import most_tile_items, tile_items
 from lora_jax.kernels.tuning import MAX_ROWS, shrink_cut, tile_rows
 
+from ..config import LoRAConfig
 from .adapter import Adapter, TargetSpec
 from .sites import GroupShape, decoder_linears
 
@@ -22,16 +23,21 @@ from .sites import GroupShape, decoder_linears
 class SlotRanks:
     """For one runtime. An adapter's rank for a linear is the largest over the layers and the fused slices, 0 where it has none."""
 
-    def __init__(self, groups: Mapping[str, GroupShape], max_loras: int, padded_rank: int, itemsize: int):
+    def __init__(self, groups: Mapping[str, GroupShape], config: LoRAConfig, itemsize: int):
         """itemsize: of the adapters' dtype."""
+        max_loras, padded_rank = config.max_loras, config.padded_rank
         self._groups = {name: i for i, name in enumerate(decoder_linears(groups))}
         self._ranks = np.zeros((len(self._groups), max_loras), np.int32)
-        self._padded_rank, self._itemsize = padded_rank, itemsize
+        self._places = np.zeros((max_loras, config.places_of_slot), np.int32)
+        if config.places_of_slot == 1:
+            self._places[:, 0] = range(max_loras)
+        self._padded_rank, self._itemsize, self._num_places = padded_rank, itemsize, config.num_places
         self._listed: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}  # for each shape the last
 
-    def put(self, slot: int, adapter: Adapter, targets: Mapping[str, TargetSpec]) -> None:
-        """The adapter's weights lie in the slot from now on."""
+    def put(self, slot: int, places: Sequence[int], adapter: Adapter, targets: Mapping[str, TargetSpec]) -> None:
+        """The adapter's weights lie in the slot, in these places, from now on."""
         self._listed.clear()
+        self._places[slot, : len(places)] = places
         self._ranks[:, slot] = 0
         for module, weights in adapter.modules.items():
             group = self._groups.get(targets[module].group)
@@ -39,9 +45,15 @@ class SlotRanks:
                 self._ranks[group, slot] = max(self._ranks[group, slot], weights.rank)
 
     def fill(self) -> None:
-        """As if all slots held adapters of the largest rank for all linears: to time kernels without any."""
+        """As if all slots held adapters of the largest rank for all linears: to time kernels without any. Slots share places where
+        there are too few."""
         self._listed.clear()
         self._ranks[:] = self._padded_rank
+        self._places = self.filled_places()
+
+    def filled_places(self) -> np.ndarray:
+        """Which places slots have after `fill`."""
+        return (np.arange(self._places.size, dtype=np.int32) % self._num_places).reshape(self._places.shape)
 
     def items(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:
         """What kernels have to compute in a step whose rows, a bucket of them, have these slots, -1: none. Rows of a request lie
@@ -57,11 +69,11 @@ class SlotRanks:
 
     def _of_step(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:
         room = most_items(min(self._ranks.shape[1], len(slot_ids), requests), self._padded_rank)
-        return work_items(sorted(set(slot_ids.tolist()) - {-1}), self._ranks, self._padded_rank, room)
+        return work_items(sorted(set(slot_ids.tolist()) - {-1}), self._ranks, self._padded_rank, room, self._places)
 
     def _of_tiles(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:
         block_t, room = self._tiles(len(slot_ids), requests)
-        return tile_items(slot_ids, self._ranks, self._padded_rank, block_t, room)
+        return tile_items(slot_ids, self._ranks, self._padded_rank, block_t, room, self._places)
 
     def _tiles(self, rows: int, requests: int) -> tuple[int, int]:
         """(rows of a tile, room for items)."""

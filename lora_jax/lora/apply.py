@@ -8,7 +8,7 @@ and the step's inputs set every module at once. Only this file imports the LoRA 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,14 +18,16 @@ from jax import lax
 
 from lora_jax.kernels import lora_expand, lora_shrink
 from lora_jax.kernels.adapters import Adapters, fits_adapters
+from lora_jax.kernels.places import pieces
 from lora_jax.kernels.tiled_lora import TileAdapters, fits_tiles
 
 from ..errors import ConfigError
 from .sites import GroupShape, LoRASite, decoder_linears
+from .weights import PLACES
 
 
 class LoRAStack(nnx.Variable):
-    """One group's stacked A or B (see `GroupShape` for shapes). Metadata: group, part ("a" or "b")."""
+    """One group's stacked A or B (see `GroupShape` for shapes), or which places slots have. Metadata: group, part ("a" or "b")."""
 
 
 class SlotIds(nnx.Variable):
@@ -34,10 +36,21 @@ class SlotIds(nnx.Variable):
 
 
 @functools.partial(jax.jit, static_argnames=("slices", "implementation", "interpret"))
-def _delta(y, x, a, b, slot_ids, layer, *, slices, implementation, interpret):
+def _delta(y, x, a, b, slot_ids, places, layer, *, slices, implementation, interpret):
     # a jit of its own with the layer as operand: one lowering and one kernel a linear shape, however many layers
-    h = lora_shrink(x, a, slot_ids, layer, implementation=implementation, interpret=interpret)
-    return lora_expand(y, h, b, slot_ids, layer, slices=slices, implementation=implementation, interpret=interpret)
+    how = dict(implementation=implementation, interpret=interpret)
+    return _sum(y, b, slot_ids, places, layer, slices, how, lambda ids: lora_shrink(x, a, ids, layer, **how))
+
+
+def _sum(y, b, slot_ids, places, layer, slices, how: dict, shrunk: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """y + h B, rounded once. shrunk: h of the rows' places, -1: none."""
+    own = pieces(slot_ids, places)
+    if len(own) == 1:
+        return lora_expand(y, shrunk(own[0]), b, own[0], layer, slices=slices, **how)
+    delta = jnp.zeros(y.shape, jnp.float32)
+    for ids in own:
+        delta = lora_expand(delta, shrunk(ids), b, ids, layer, slices=slices, **how)
+    return jnp.where((slot_ids >= 0)[:, None], (y.astype(jnp.float32) + delta).astype(y.dtype), y)
 
 
 def lora_linear(
@@ -50,14 +63,16 @@ def lora_linear(
     layer: int,
     *,
     slices: tuple[int, ...],
+    places: jax.Array | None = None,
     precision: lax.PrecisionLike = None,
     implementation: str = "xla",
     interpret: bool = False,
 ) -> jax.Array:
     """x @ kernel + bias + each row's own adapter delta (Hu et al., LoRA, 2021; Punica's shrink and expand, 2023).
 
-    x [..., in], kernel [in, out], bias [out] or None; a [layers, slots, len(slices) * rank, in], b [layers, slots, rank, out]
-    with the scale folded in; slot_ids int32 [x.shape[0]], -1: base, bit for bit. Base product and delta belong to one op, so
+    x [..., in], kernel [in, out], bias [out] or None; a [layers, places, len(slices) * rank, in], b [layers, places, rank, out]
+    with the scale folded in; slot_ids int32 [x.shape[0]], -1: base, bit for bit; places int32 [slots, pieces]: where each slot's
+    ranks lie, None: places are slots. Base product and delta belong to one op, so
     that a fused kernel can take both.
     """
     y = lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
@@ -71,6 +86,7 @@ def lora_linear(
         a,
         b,
         ids,
+        places,
         jnp.int32(layer),
         slices=slices,
         implementation=implementation,
@@ -96,17 +112,13 @@ class LoRAEmbed(nnx.Embed):
         op = lora_operands(self)
         rows = inputs.reshape(-1)
         ids = jnp.repeat(op["slot_ids"], rows.size // op["slot_ids"].shape[0], total_repeat_length=rows.size)
-        h = op["a"][op["layer"], jnp.maximum(ids, 0), rows].astype(jnp.float32)  # [rows, rank]
-        out = lora_expand(
-            y.reshape(rows.size, -1),
-            h[None],
-            op["b"],
-            ids,
-            jnp.int32(op["layer"]),
-            slices=op["slices"],
-            implementation=op["implementation"],
-            interpret=op["interpret"],
-        )
+        how = dict(implementation=op["implementation"], interpret=op["interpret"])
+
+        def shrunk(places):  # [1, rows, rank]
+            return op["a"][op["layer"], jnp.maximum(places, 0), rows].astype(jnp.float32)[None]
+
+        flat = y.reshape(rows.size, -1)
+        out = _sum(flat, op["b"], ids, op["places"], jnp.int32(op["layer"]), op["slices"], how, shrunk)
         return out.reshape(y.shape)
 
 
@@ -116,11 +128,16 @@ def lora_operands(module) -> dict[str, Any]:
         a=module.lora_a[...],
         b=module.lora_b[...],
         slot_ids=module.lora_slots[...],
+        places=_places(module),
         layer=module.lora_layer,
         slices=module.lora_slices,
         implementation=module.lora_implementation,
         interpret=module.lora_interpret,
     )
+
+
+def _places(module) -> jax.Array | None:
+    return None if module.lora_places is None else module.lora_places[...]
 
 
 def row_adapters(linear: nnx.Linear, rows: int, items: jax.Array | None) -> Adapters | None:
@@ -155,6 +172,7 @@ def _step_operands(linear: nnx.Linear, items: jax.Array | None, ndim: int) -> di
         a=module.lora_a[...],
         b=module.lora_b[...],
         slot_ids=module.lora_slots[...],
+        places=_places(module),
         items=items,
         layer=jnp.int32(module.lora_layer),
         slices=module.lora_slices,
@@ -186,30 +204,27 @@ def attach(
     model: Any,
     sites: Iterable[LoRASite],
     groups: Mapping[str, GroupShape],
+    stacks: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]],
     *,
-    max_loras: int,
-    rank: int,
-    dtype: jnp.dtype,
     implementation: str,
     interpret: bool = False,
 ) -> None:
     """Give the modules at `sites` their stacks, as shapes without arrays: the caller supplies arrays when it merges.
 
-    Mutates `model`. Raises ConfigError naming a module that cannot carry an adapter.
+    stacks: of `stack_avals`. Mutates `model`. Raises ConfigError naming a module that cannot carry an adapter.
     """
-    shapes = {name: shape.shapes(max_loras, rank) for name, shape in groups.items()}
-    stacks = {
-        name: tuple(
-            LoRAStack(jax.ShapeDtypeStruct(s, dtype), group=name, part=p) for p, s in zip("ab", ab, strict=True)
-        )
-        for name, ab in shapes.items()
+    variables = {
+        name: tuple(LoRAStack(shape, group=name, part=p) for p, shape in zip("ab", shapes, strict=False))
+        for name, shapes in stacks.items()
     }
+    (places,) = variables.get(PLACES, (None,))
     numbers = {name: i for i, name in enumerate(decoder_linears(groups))}
     slots = {rows: SlotIds(jax.ShapeDtypeStruct((1,), jnp.int32), rows=rows) for rows in ("token", "head")}
     for site in sites:
         module: Any = functools.reduce(lambda m, k: m[k] if isinstance(k, int) else getattr(m, k), site.path, model)
         _swap_class(module, "/".join(map(str, site.path)))
-        module.lora_a, module.lora_b = stacks[site.group]
+        module.lora_a, module.lora_b = variables[site.group]
+        module.lora_places = places
         module.lora_slots = slots["head" if site.head else "token"]
         module.lora_layer, module.lora_slices = site.layer, site.slices
         module.lora_number = numbers.get(site.group)

@@ -20,6 +20,7 @@ from lora_jax.kernels.skinny_matmul import skinny_lora_matmul
 from lora_jax.kernels.swiglu import lora_swiglu
 from lora_jax.kernels.tuning import lora_tiles, matmul_tiles
 
+from lora_jax.config import PLACE_RANK
 from tests.kernels.compile_step_kernels import array, norm_of
 from tests.support import gpu_program
 
@@ -29,15 +30,18 @@ KINDS = [("llama2-7b", "bfloat16", 16), ("smollm2-135m", "bfloat16", 64), ("smol
 
 
 def adapters_of(linear: Linear, rows: int, rank: int, dtype: str) -> Adapters:
-    outputs, slices = sum(linear.slices), len(linear.slices)
+    """As an engine has them: above PLACE_RANK in places."""
+    outputs, slices, place = sum(linear.slices), len(linear.slices), min(rank, PLACE_RANK)
+    pieces = rank // place
     return Adapters(
-        a=array((LAYERS, SLOTS, slices * rank, linear.inputs), dtype),
-        b=array((LAYERS, SLOTS, rank, outputs), dtype),
+        a=array((LAYERS, SLOTS * pieces, slices * place, linear.inputs), dtype),
+        b=array((LAYERS, SLOTS * pieces, place, outputs), dtype),
         slot_ids=array((rows,)),
         items=array((LINEARS, most_items(SLOTS, rank) * FIELDS)),
         layer=array(()),
         slices=linear.slices,
         linear=1,
+        places=array((SLOTS, pieces)) if pieces > 1 else None,
     )
 
 

@@ -21,6 +21,7 @@ from lora_jax.kernels.tiled_expand import lora_add, lora_silu_mul
 from lora_jax.kernels.tiled_lora import TileAdapters, h_shape, lora_shrink_tiles
 from lora_jax.kernels.tuning import shrink_cut, tile_rows
 
+from lora_jax.config import PLACE_RANK
 from tests.kernels.compile_fused_lora import summary
 from tests.kernels.compile_step_kernels import array
 
@@ -35,13 +36,17 @@ KINDS = [
 
 
 def adapters_of(linear: Linear, rows: int, rank: int, dtype: str) -> TileAdapters:
+    """As an engine has them: above PLACE_RANK in places."""
     outputs, slices, itemsize = sum(linear.slices), len(linear.slices), jnp.dtype(dtype).itemsize
+    place = min(rank, PLACE_RANK)
+    pieces = rank // place
     block_t = tile_rows(rows, itemsize)
     room = most_tile_items(rows, block_t, REQUESTS, SLOTS, rank)
-    a = array((LAYERS, SLOTS, slices * rank, linear.inputs), dtype)
-    b = array((LAYERS, SLOTS, rank, outputs), dtype)
+    a = array((LAYERS, SLOTS * pieces, slices * place, linear.inputs), dtype)
+    b = array((LAYERS, SLOTS * pieces, place, outputs), dtype)
+    places = array((SLOTS, pieces)) if pieces > 1 else None
     items = array((LINEARS, room + -(-rows // block_t), ITEM))
-    return TileAdapters(a, b, array((rows,)), items, array(()), linear.slices, 1, block_t)
+    return TileAdapters(a, b, array((rows,)), items, array(()), linear.slices, 1, block_t, places)
 
 
 def scratch_bytes(linear: Linear, adapters: TileAdapters, rows: int) -> int:

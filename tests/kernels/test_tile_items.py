@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_jax.kernels.lora_items import ITEM
-from lora_jax.kernels.tile_items import GROUP, most_tile_items, tile_items
+from lora_jax.kernels.tile_items import GROUP, OWNER, most_tile_items, tile_items
 
 
 def listed(items: np.ndarray, tiles: int) -> list[list[list[int]]]:
-    """Rows of B of each item of each tile of one list; items that overlap or begin within a group are refused."""
+    """Numbers of each item of each tile of one list; items that overlap or begin within a group are refused."""
     room, out, end = len(items) - tiles, [], 0
     for begin, count in items[room:, :2]:
         assert begin % GROUP == 0 and begin >= end and begin + count <= room
@@ -29,7 +29,7 @@ def needed(ids: list[int], ranks: np.ndarray, padded: int, block_t: int) -> list
     for start in range(0, len(ids), block_t):
         used = sorted({s for s in ids[start : start + block_t] if s >= 0})
         rows = [(s, first, min(ITEM, ranks[s] - first)) for s in used for first in range(0, ranks[s], ITEM)]
-        out.append([[s * padded + first + i for i in range(n)] for s, first, n in rows])
+        out.append([[(s << OWNER) + s * padded + first + i for i in range(n)] for s, first, n in rows])
     return out
 
 

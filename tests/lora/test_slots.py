@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -247,3 +248,86 @@ def test_lost_contents_are_written_again() -> None:
     slots.release(a)
     slots.forget_slots()
     assert slots.acquire(a) == (0, True)
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+def of_rank(name: str, rank: int) -> Adapter:
+    return dataclasses.replace(make(name), rank=rank)
+
+
+def with_places(ranks: int, max_loras: int = 3) -> SlotManager:
+    """Slots of up to 64 ranks, places of 16, in all for so many ranks."""
+    return SlotManager(max_loras, 8, num_places=ranks // 16, place_rank=16, most=4)
+
+
+def test_a_slot_takes_the_places_that_its_rank_needs():
+    slots = with_places(96)
+    small, large, other = of_rank("s", 17), of_rank("l", 64), of_rank("o", 16)
+    for adapter in (small, large, other):
+        slots.register(adapter)
+    assert slots.acquire(small) == (0, True) and slots.places_of(small) == (0, 1)
+    assert slots.acquire(large) == (1, True) and slots.places_of(large) == (2, 3, 4, 5)
+    assert slots.acquire(other) is None, "a slot is free, a place is not"
+    slots.release(small)
+    assert slots.acquire(other) == (0, True) and slots.places_of(other) == (0,)
+    assert slots.slot_of(small) is None and slots.stats().evictions == 1
+    slots.check_integrity()
+
+
+def test_as_many_are_evicted_as_make_room_or_none():
+    slots = with_places(80, max_loras=4)
+    idle, held, large = [of_rank(n, 16) for n in "abc"], of_rank("h", 32), of_rank("l", 64)
+    for adapter in (*idle, held, large):
+        slots.register(adapter)
+    for adapter in idle:
+        slots.acquire(adapter)
+        slots.release(adapter)
+    slots.acquire(held)
+    assert slots.acquire(large) is None and all(slots.slot_of(a) is not None for a in idle), "evicted for nothing"
+    slots.release(held)
+    assert slots.acquire(large) == (0, True) and slots.places_of(large) == (0, 1, 2, 3)
+    assert [slots.slot_of(a) for a in (*idle, held)] == [None, None, None, None]
+    slots.check_integrity()
+
+
+def test_pins_leave_places_for_the_largest_adapter():
+    slots = with_places(96)
+    for name, rank in (("s", 16), ("m", 32), ("l", 64)):
+        slots.register(of_rank(name, rank))
+    slots.pin("s")
+    with pytest.raises(AdapterCapacityError, match="cannot pin adapter 'm': of 96 ranks in slots 64 must stay free"):
+        slots.pin("m")
+    with pytest.raises(AdapterCapacityError, match="cannot replace adapter 's'"):
+        slots.register(of_rank("s", 48), replace=True)
+    slots.register(of_rank("s", 32), replace=True)
+    slots.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(4, 12), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_places_under_any_traffic(num_places: int, max_loras: int, seed: int) -> None:
+    """No place has two owners; an adapter is refused only where those that run or are pinned leave too little."""
+    rng = random.Random(seed)
+    slots = SlotManager(max_loras, max_loras + 8, num_places=num_places, place_rank=16, most=4)
+    adapters = [of_rank(str(i), rng.randint(1, 64)) for i in range(max_loras + 8)]
+    running: list[Adapter] = []
+    needs = lambda a: -(-a.rank // 16)  # noqa: E731
+    for adapter in adapters:
+        slots.register(adapter)
+    for _ in range(150):
+        adapter = rng.choice(adapters)
+        kept = set(running) | {a for a in adapters if a.name in slots._pinned and slots.slot_of(a) is not None}
+        if rng.random() < 0.1:
+            pinned = adapter.name in slots._pinned
+            outcome(slots.unpin if pinned else slots.pin, adapter.name)
+        elif running and rng.random() < 0.5:
+            slots.release(running.pop(rng.randrange(len(running))))
+        else:
+            fits = len(kept) < max_loras and sum(map(needs, kept)) + needs(adapter) <= num_places
+            got = slots.acquire(adapter)
+            assert (got is not None) == (fits or adapter in kept or slots.slot_of(adapter) is not None)
+            if got is not None:
+                assert len(slots.places_of(adapter)) == needs(adapter)
+                running.append(adapter)
+        slots.check_integrity()
+        assert all(slots.slot_of(a) is not None for a in running)

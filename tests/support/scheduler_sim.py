@@ -92,6 +92,9 @@ class FakeSlots:
         self.pins[adapter] += 1
         return slot, must_write
 
+    def keeps(self, adapter: FakeAdapter, /) -> bool:
+        return self.pins[adapter] > 0
+
     def release(self, adapter: FakeAdapter, /) -> None:
         assert self.pins[adapter] > 0, f"{adapter} released more often than acquired"
         self.pins[adapter] -= 1
