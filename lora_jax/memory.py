@@ -88,7 +88,8 @@ def plan_memory(
     plan = MemoryPlan(sizes, limit, pages, page_size, length)
     rows = " a smaller max_num_seqs or max_num_batched_tokens," if 2 * sizes.by_batch > sizes.fixed else ""
     if room < 2:
-        slots = " fewer or smaller adapter slots (max_loras, max_lora_rank, max_total_lora_rank)," if sizes.lora_slots else ""
+        limits = "max_loras, max_lora_rank, max_total_lora_rank"
+        slots = f" fewer or smaller adapter slots ({limits})," if sizes.lora_slots else ""
         advice = f"this leaves no room for a KV cache:{rows} a smaller model, dtype=bfloat16,{slots} or a device with more memory"
         raise CapacityError(_does_not_fit(plan, advice))
     if pages > room:

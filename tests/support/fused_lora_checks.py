@@ -249,23 +249,20 @@ def check_counters(given: Given, after: np.ndarray, form: str, before: np.ndarra
     """Counters are as they were, but for the one of this linear in this layer, which had not counted and is returned: there each
     pass over the items came in all its parts. None: there was nothing to count."""
     before, items = counters(given.case) if before is None else before, given.adapters.items
-    changed, number = (
-        np.flatnonzero(after != before),
-        int(items[given.case.linear, items.shape[1] // FIELDS * (ITEM + 3)]),
-    )
+    changed, number = np.flatnonzero(after != before), int(items[given.case.linear, -(items.shape[1] // FIELDS)])
     if form == "xla" or number == 0:
         assert not changed.size, changed
         return None
     assert changed.size == 1 and changed[0] >= PIECES, changed
-    (at,) = changed.tolist()
+    at = int(changed[0])
     assert before[at] == 0 and after[at] == _arrivals(given.case, number), (at, before[at], after[at], number)
     return at
 
 
 def _arrivals(case: Case, number: int) -> int:
     """How often programs come, for so many items."""
-    room, itemsize = most_items(len(case.own_ranks), case.padded_rank), checks.oracle.numpy_dtype(case.dtype).itemsize
-    tiles = lora_tiles(case.rows, case.inputs, len(case.slices), room, itemsize, waits=case.op != "swiglu")
+    shape = case.rows, case.inputs, len(case.slices), most_items(len(case.own_ranks), case.padded_rank)
+    tiles = lora_tiles(*shape, checks.oracle.numpy_dtype(case.dtype).itemsize, waits=case.op != "swiglu")
     return -(-number // tiles.items) * (1 if tiles.joined else tiles.parts)
 
 
@@ -400,6 +397,4 @@ def check_repeated(cases: Sequence[Case], form: str, slot_ids: Sequence[int], ca
         jitted = jax.jit(chain).lower(operands).compile()
     first, *others = ([np.asarray(v) for v in jax.tree.leaves(jitted(operands))] for _ in range(calls))
     for other in others:
-        assert all(checks.same_bits(a, b) for a, b in zip(first, other, strict=True)), (
-            "the bits depend on who was first"
-        )
+        assert all(checks.same_bits(a, b) for a, b in zip(first, other, strict=True)), "somebody was first"
