@@ -255,9 +255,8 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
     h = lax.fori_loop(0, here, body, jnp.zeros((plan.padded, width), jnp.float32))
     # Each row keeps its own adapter's: another row's inf must not reach this one.
     at, own = refs.own(*pieces_of(lax.iota(jnp.int32, plan.pieces)))
-    if (
-        refs.interpret
-    ):  # there lanes that are masked store what they find, over what others store: they get a row of their own
+    # Interpreted, lanes that are masked store what they find, over what others store: they get a row of their own.
+    if refs.interpret:
         at = (jnp.where(own, at[0], refs.h.shape[1] - 1), at[1])
     h = h.reshape(own.shape)
     part_of = lambda p: refs.h.at[full(p, own.shape), *at]  # noqa: E731
