@@ -236,11 +236,13 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
 
     c = lax.iota(jnp.int32, width)
     at_slice, j, inside = pieces_of(lax.div(c, ITEM))
-    r = lax.rem(c, ITEM)
-    there = inside & (r < refs.field(RANKS, j, inside))
-    b_row = plgpu.load(refs.items.at[full(plan.linear, c.shape), j * ITEM + r], mask=there, other=0)
+    r, listed = lax.rem(c, ITEM), j < plan.room
+    there = inside & (r < refs.field(RANKS, j, listed))
+    b_row = plgpu.load(refs.items.at[full(plan.linear, c.shape), j * ITEM + r], mask=listed, other=0)
     place = lax.div(b_row, refs.place)
     a_row = at_slice * refs.place + b_row - place * refs.place
+
+    at, own = refs.own(*pieces_of(lax.iota(jnp.int32, plan.pieces)))  # before the loop: what it loads is there after it
 
     def body(i, h):
         k0 = (part * steps + i) * block_k
@@ -253,8 +255,6 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
 
     here = jnp.minimum(steps, inputs // block_k - part * steps)
     h = lax.fori_loop(0, here, body, jnp.zeros((plan.padded, width), jnp.float32))
-    # Each row keeps its own adapter's: another row's inf must not reach this one.
-    at, own = refs.own(*pieces_of(lax.iota(jnp.int32, plan.pieces)))
     # Interpreted, lanes that are masked store what they find, over what others store: they get a row of their own.
     if refs.interpret:
         at = (jnp.where(own, at[0], refs.h.shape[1] - 1), at[1])
@@ -266,7 +266,7 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
             plgpu.debug_barrier()  # what all threads of this program stored lies before its arrival
         plgpu.atomic_add(refs.counters, (refs.flag(),), jnp.int32(1))
 
-    plgpu.store(part_of(part), h, mask=own)
+    plgpu.store(part_of(part), h, mask=own)  # of each row its own adapter's: another row's inf must not reach this one
     if not plan.joined:
         return arrive()
 
