@@ -324,11 +324,6 @@ def _h(refs: Refs, at_slice, held: list[jax.Array], column0, count) -> list[jax.
     return split(h.reshape(plan.padded, plan.tiles.chunk), refs.b.dtype)
 
 
-def _slice_of(column, slices: tuple[int, ...]) -> jax.Array:
-    later = layout.slice_offsets(slices)[1:]
-    return functools.reduce(jnp.add, [jnp.int32(0), *((column >= o).astype(jnp.int32) for o in later)])
-
-
 def expand_alone(starts: tuple, block_n: int, refs: Refs) -> tuple[jax.Array, ...]:
     """`expand` of zeros."""
     zeros = jnp.zeros((refs.plan.padded, block_n), jnp.float32)
@@ -351,7 +346,7 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
 
     tiles = b_tiles(0)  # under way while this program waits
     finished = True if plan.begun else _finished(refs)
-    at_slices = [_slice_of(start, plan.slices) for start in starts]
+    at_slices = [layout.slice_of(start, plan.slices) for start in starts]
     held = [_hold(refs, at_slice, count) if plan.held else [] for at_slice in at_slices]
 
     def add(sums, tiles, i):

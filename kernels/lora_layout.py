@@ -7,6 +7,7 @@ S slots, n slices.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -39,6 +40,13 @@ def padded_rank(rank: int) -> int:
 def slice_offsets(slices: Sequence[int]) -> tuple[int, ...]:
     """First output column of each slice."""
     return (0, *itertools.accumulate(slices[:-1]))
+
+
+def slice_of(column: jax.Array, slices: Sequence[int]) -> jax.Array:
+    """In a kernel: the slice that an output column lies in."""
+    return functools.reduce(
+        jnp.add, [jnp.int32(0), *((column >= o).astype(jnp.int32) for o in slice_offsets(slices)[1:])]
+    )
 
 
 def cdiv(a: int, b: int) -> int:

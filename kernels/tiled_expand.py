@@ -116,7 +116,7 @@ def tile_deltas(
     other rows.
     """
     lists, layer, h, b = refs
-    at_slices = [_slice_of(start, static.slices) for start in (starts[:1] if one_slice else starts)]
+    at_slices = [layout.slice_of(start, static.slices) for start in (starts[:1] if one_slice else starts)]
     begin, count = items_of(lists, static.linear, tile, static.tiles)
 
     def h_of(at_slice, item) -> list[jax.Array]:
@@ -141,11 +141,6 @@ def tile_deltas(
         return tuple(out)
 
     return lax.fori_loop(0, count, body, tuple(jnp.zeros((static.block_t, width), jnp.float32) for _ in starts))
-
-
-def _slice_of(start, slices: tuple[int, ...]):
-    offsets = layout.slice_offsets(slices)
-    return functools.reduce(jnp.add, [jnp.int32(0), *((start >= o).astype(jnp.int32) for o in offsets[1:])])
 
 
 def _place(cut: ExpandCut, static: Static, tokens: int) -> tuple[Any, ...]:

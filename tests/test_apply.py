@@ -11,13 +11,12 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError
-from lora_jax.lora.apply import LoRAEmbed, LoRALinear, LoRAStack, SlotIds, attach, lora_linear
+from lora_jax.lora.apply import LoRAEmbed, LoRALinear, LoRAStack, SlotIds, lora_linear
 from lora_jax.lora.sites import LoRASite, group_shapes
-from lora_jax.lora.weights import stack_avals
 from lora_jax.models.layers import LoRATiedHead, TiedHead
 from lora_jax.step import ModelDef
+from tests.support.attached import attach_slots
 
 V, D, F, RANK, SLOTS = 13, 12, 20, 4, 3
 TOLERANCE = 2e-6  # of float32 sums of a few dozen terms near 1
@@ -65,15 +64,7 @@ SITES = [
 
 
 def attached(model: Any, sites: list[LoRASite] = SITES, **options: Any) -> Any:
-    groups = group_shapes(sites)
-    attach(
-        model,
-        sites,
-        groups,
-        stack_avals(groups, LoRAConfig(SLOTS, RANK, SLOTS), jnp.float32, None),
-        implementation="xla",
-        **options,
-    )
+    attach_slots(model, sites, SLOTS, RANK, **options)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -56,7 +57,8 @@ def place_arrays(
             continue
         spec = targets[module]
         shape, (a, b) = groups[spec.group], out[spec.group]
-        own_a, own_b = rounded_a(weights, dtype)[ranks], folded_b(weights, dtype)[:, ranks]
+        own = dataclasses.replace(weights, a=weights.a[ranks], b=weights.b[:, ranks])
+        own_a, own_b = rounded_a(own, dtype), folded_b(own, dtype)
         r, start = len(own_a), sum(shape.slices[: spec.slice])
         b[spec.layer, 0, :r, start : start + spec.out_features] = own_b.T
         if shape.kind == "embedding":

@@ -18,16 +18,13 @@ from lora_jax.kernels.tile_items import most_tile_items, tile_items
 from lora_jax.kernels.tiled_expand import LoRASum, lora_add
 from lora_jax.kernels.tuning import MAX_ROWS, tile_rows
 
-from lora_jax.config import LoRAConfig
 from lora_jax.kv_cache import DecodeInputs
-from lora_jax.lora.apply import attach
-from lora_jax.lora.sites import group_shapes
-from lora_jax.lora.weights import stack_avals
 from lora_jax.models import layers
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.llama import LlamaForCausalLM, lora_sites
 from lora_jax.models.shapes import known_shape
 from lora_jax.step import ModelDef
+from tests.support.attached import attach_slots
 
 CONFIG = dataclasses.replace(known_shape("tiny"), num_layers=3, layer_windows=(None,) * 3)
 OPS = ("add_rms_norm", "skinny_matmul", "skinny_lora_matmul", "swiglu", "lora_swiglu", "residual_matmul")
@@ -74,14 +71,7 @@ def called(request, monkeypatch):
 def with_adapters(model: Any, config: ModelConfig, slots: np.ndarray) -> Any:
     """The model with random adapters of rank RANK in all slots, one a row; slot 1 has none for the down projection."""
     sites = [site for site in lora_sites(config) if site.kind == "linear" and not site.head]
-    groups, rng = group_shapes(sites), np.random.default_rng(2)
-    attach(
-        model,
-        sites,
-        groups,
-        stack_avals(groups, LoRAConfig(SLOTS, RANK, SLOTS), jnp.float32, None),
-        implementation="xla",
-    )
+    groups, rng = attach_slots(model, sites, SLOTS, RANK), np.random.default_rng(2)
     draw = lambda shape: rng.normal(size=shape).astype(np.float32) / 6  # noqa: E731
     stacks = {name: tuple(map(draw, shape.shapes(SLOTS, RANK))) for name, shape in groups.items()}
     stacks["down"][1][:, 1] = 0
