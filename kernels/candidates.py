@@ -57,6 +57,7 @@ def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, waits) ->
     width = padded_rows(t.items * slices * ITEM)
     staged = (padded_rows(rows) + width) * t.block_k * (2 if itemsize < 4 else 8)
     room = 40 << 10 if rows <= 16 else 16 << 10 if shared <= SMALLEST_CARD and itemsize < 4 else 32 << 10
+    few = 128 if itemsize < 4 else 32  # rank rows whose h, and whose columns of B, a program can hold for several tiles
     return (
         t.groups <= min(cdiv(items, t.items), MOST_PARTS)
         and width <= 128
@@ -64,7 +65,7 @@ def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, waits) ->
         and 32 <= t.block_k <= 512
         and inputs % t.block_k == 0
         and t.parts <= min(MOST_PARTS, inputs // t.block_k)
-        and t.chunk in (32, 64)
+        and (t.chunk in (32, 64) if t.each == 1 else t.each <= 8 and waits and items * ITEM <= t.chunk <= few)
         and staged <= room  # in a product's pipeline, which is sized without it
     )
 

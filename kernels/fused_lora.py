@@ -13,6 +13,7 @@ K (of B: places), G linears of a layer. Sources: Hu et al., "LoRA", 2021; Chen e
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,9 +36,9 @@ POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is N
 
 # ---- 1. how the work is cut ------------------------------------------------------------------------------------------
 class Plan(NamedTuple):
-    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product. parts: that h
-    is made in. begun: whether it is there already, else this kernel shrinks. joined: whether the last program to come adds the
-    parts up, rather than all that read them."""
+    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product, `each` so many
+    column tiles. parts: that h is made in. begun: whether it is there already, else this kernel shrinks. joined: whether the
+    last program to come adds the parts up, rather than all that read them."""
 
     slices: tuple[int, ...]
     linear: int
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     rank: int
     tiles: LoRATiles
     expanders: int
+    each: int
     parts: int
     begun: bool
     joined: bool
@@ -145,11 +147,12 @@ def with_adapters(
     arrivals: jax.Array | None,
     given: tuple,
     grid: tuple[int, int],
-    expanders: int,
+    expanded: int,
     block_n: int,
     interpret: bool,
 ) -> Call:
-    """given and grid: of the product alone, in tiles of block_n columns. expanders: 0 where the product's own programs expand.
+    """given and grid: of the product alone, in tiles of block_n columns. expanded: tiles that programs of their own expand, 0
+    where the product's do.
     Raises: ValueError for tiles, which may be stored ones, that would reach over a slice."""
     if adapters is None:
         return Call(given, (), grid, None)
@@ -160,11 +163,14 @@ def with_adapters(
     rank = adapters.rank
     rows, inputs, n = adapters.slot_ids.shape[0], adapters.a.shape[3], len(adapters.slices)
     room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)
-    tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, waits=expanders > 0)
+    tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, waits=expanded > 0)
+    # those of one program lie in one slice
+    each = math.gcd(tiles.each, *(width // block_n for width in adapters.slices))
     begun = adapters.begun
     parts, joined = (tiles.parts, tiles.joined) if begun is None else (begun.shape[0], False)
+    expanders = expanded // each
     plan = Plan(
-        adapters.slices, adapters.linear, padded, room, rank, tiles, expanders, parts, begun is not None, joined
+        adapters.slices, adapters.linear, padded, room, rank, tiles, expanders, each, parts, begun is not None, joined
     )
     b = adapters.b.reshape(layers, places * place, outputs)
     first = adapters.a if begun is None else begun
@@ -173,7 +179,7 @@ def with_adapters(
     results = [like(arrivals.shape, arrivals.dtype)]
     if begun is None:
         results.append(like((parts + plan.joined, n * rows + interpret, max(ITEM, rank)), jnp.float32))
-    assert expanders or not tiles.spread, "a product that waits for programs behind it"
+    assert expanded or not tiles.spread and each == 1, "a product that waits for programs behind it"
     programs = plan.shrinkers + grid[0] * grid[1] + expanders
     return Call((*given, *more), tuple(results), (programs,), plan)
 
@@ -324,10 +330,39 @@ def _h(refs: Refs, at_slice, held: list[jax.Array], column0, count) -> list[jax.
     return split(h.reshape(plan.padded, plan.tiles.chunk), refs.b.dtype)
 
 
-def expand_alone(starts: tuple, block_n: int, refs: Refs) -> tuple[jax.Array, ...]:
-    """`expand` of zeros."""
-    zeros = jnp.zeros((refs.plan.padded, block_n), jnp.float32)
-    return expand(tuple(zeros for _ in starts), starts, refs)
+def expand_tiles(n, block_n: int, refs: Refs, put: Callable[..., None]) -> None:
+    """What the n-th program that only expands does: put(column tile, h @ B float32 [padded T, block_n]) for `each` tiles."""
+    plan, chunk, count = refs.plan, refs.plan.tiles.chunk, refs.count()
+    zeros, first = jnp.zeros((plan.padded, block_n), jnp.float32), n * plan.each
+    if plan.each == 1:
+        return put(first, *expand((zeros,), (first * block_n,), refs))
+    assert plan.room * ITEM <= chunk, "h of several tiles is placed once"
+    b_tile = lambda t, count: _b_tile(refs, (first + t) * block_n, block_n, 0, count)  # noqa: E731
+    ahead = b_tile(0, count)  # under way while this program waits
+    finished = True if plan.begun else _finished(refs)
+    at_slice = layout.slice_of(first * block_n, plan.slices)
+    h = _h(refs, at_slice, _hold(refs, at_slice, count) if plan.held else [], 0, count)
+
+    def body(carry):
+        t, b_rn = carry
+        following = b_tile(t + 1, jnp.where(t + 1 < plan.each, count, 0))
+        total = functools.reduce(lambda total, half: total + dot(half, b_rn), h, zeros)
+        put(first + t, total if plan.begun else jnp.where(finished, total, jnp.nan))
+        return t + 1, following
+
+    # no loop that would be pipelined: its tiles would fill shared memory
+    lax.while_loop(lambda carry: carry[0] < plan.each, body, (jnp.int32(0), ahead))
+
+
+def _b_tile(refs: Refs, start, block_n: int, i, count) -> jax.Array:
+    """The i-th chunk of rank rows of B, of block_n columns from start on."""
+    chunk = refs.plan.tiles.chunk
+    r, c = positions((chunk, block_n))
+    at = i * chunk + lax.iota(jnp.int32, chunk)
+    b_row = plgpu.load(refs.items.at[full(refs.plan.linear, at.shape), at], mask=at < count * ITEM, other=0)
+    b_row = jnp.broadcast_to(b_row[:, None], r.shape)
+    at = (full(refs.layer[0], r.shape), b_row, start + c)
+    return plgpu.load(refs.b.at[at], mask=i * chunk + r < count * ITEM, other=0)
 
 
 def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
@@ -336,13 +371,7 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
     block_n, chunk, count = sums[0].shape[1], plan.tiles.chunk, refs.count()
 
     def b_tiles(i) -> tuple[jax.Array, ...]:
-        r, c = positions((chunk, block_n))
-        inside = i * chunk + r < count * ITEM
-        at = i * chunk + lax.iota(jnp.int32, chunk)
-        b_row = plgpu.load(refs.items.at[full(plan.linear, at.shape), at], mask=at < count * ITEM, other=0)
-        b_row = jnp.broadcast_to(b_row[:, None], r.shape)
-        at = (full(refs.layer[0], r.shape), b_row)
-        return tuple(plgpu.load(refs.b.at[*at, start + c], mask=inside, other=0) for start in starts)
+        return tuple(_b_tile(refs, start, block_n, i, count) for start in starts)
 
     tiles = b_tiles(0)  # under way while this program waits
     finished = True if plan.begun else _finished(refs)

@@ -142,7 +142,7 @@ class LoRATiles:
     """Inside a product of few rows: groups * parts programs shrink, `items` items a pass and block_k inputs a step; chunk rank
     rows a step of the expand. joined: the last program of a pass adds its parts up, else all that read them do. spread: those that
     shrink lie among the programs of the product, else before them all: cards deal programs out in runs, to neighbours that share
-    their way to memory, so this evens out a product of one round."""
+    their way to memory, so this evens out a product of one round. each: column tiles of a program that only expands."""
 
     groups: int
     items: int
@@ -151,6 +151,7 @@ class LoRATiles:
     chunk: int
     joined: bool
     spread: bool
+    each: int
 
 
 @rule
@@ -166,8 +167,10 @@ def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *
     part = 512 if inputs <= 4096 and (many != waits or slices == 1) else 1024
     parts = max(1, min(16, cdiv(inputs, part), inputs // block_k))
     together = max(1, 4 // slices) if many and inputs <= 4096 else 1  # rows are read once for all of them
-    chunk, spread = 32 if many and itemsize == 4 else 64, many and waits and slices > 1
-    return LoRATiles(min(cdiv(items, together), 8), together, parts, block_k, chunk, not waits, spread)
+    chunk, spread, each = 32 if many and itemsize == 4 else 64, many and waits and slices > 1, 1
+    if spread and itemsize < 4 and items <= 8:  # one chunk: then a program expands four tiles with the h that it has
+        chunk, each = 64 if items <= 4 else 128, 4
+    return LoRATiles(min(cdiv(items, together), 8), together, parts, block_k, chunk, not waits, spread, each)
 
 
 TILE_SHRINKERS = 256  # programs wanted in a grid that shrinks tiles of rows: two a multiprocessor of the largest cards

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from lora_jax.kernels.cases import AttentionCase
 from lora_jax.kernels.prefill_attention import BLOCK_TOKENS
 
-from tests.support import attention_oracle, begun_checks
+from tests.support import attention_oracle, begun_checks, placed
 from tests.support import fused_lora_checks as fused
 from tests.support import kernel_checks as checks
 from tests.support import tiled_lora_checks as tiled
@@ -37,6 +37,21 @@ def _fused(op: str, rows: int) -> Callable[[str], object]:
     case = fused.Case(op, rows, 576, SHAPES[op], "bfloat16", 9 if op != "residual" and rows <= 16 else None)
     slots = [(1, -1, 3, 1, 5, 2, 4, 0)[t % 8] for t in range(rows)]
     return lambda form: fused.check(fused.make(case, slots, 1), form)
+
+
+def _together(form: str) -> None:
+    """A program expands several tiles."""
+    case = fused.Case(
+        "skinny", 33, 576, (512, 256, 256), "bfloat16", None, ((16, 9, 5, 16, 0, 1),) * len(fused.OPS), 16
+    )
+    fused.check(fused.make(case, [t % 7 - 1 for t in range(33)], 1), form)
+
+
+def _places(form: str) -> None:
+    for op, rows in (("skinny", 5), ("skinny", 33), ("swiglu", 33)):
+        placed.check_product(fused.Case(op, rows, 576, SHAPES[op], "bfloat16"), form)
+    placed.check_begun(next(c for c in begun_checks.CASES if c.padded_rank > 16), form)
+    placed.check_tiles((48, 32, 32), form)
 
 
 def _tiles(form: str) -> None:
@@ -63,6 +78,8 @@ CHECKS: dict[str, Callable[[str], object]] = {
     "decode-attention-grouped": lambda form: checks.check_decode(GROUPED, form, norms=True),
     "prefill-attention": _prefill,
     "adapters-tiles": _tiles,
+    "adapters-together": _together,
+    "adapters-places": _places,
     **{
         f"adapters-{op}-{rows}": _fused(op, rows) for op in SHAPES for rows in (5, 33) if (op, rows) != ("residual", 33)
     },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,14 @@ def small(op: str, rows: int, inputs: int, slices: tuple[int, ...], dtype: str, 
     return Case(op, rows, inputs, slices, dtype, ranks=(ranks,) * len(fused.OPS), padded_rank=padded, layers=1)
 
 
-CASES = [case_of(op, rows, dtype) for op, of in ROWS.items() for dtype, numbers in of.items() for rows in numbers]
+# Few items and many rows: a program expands several tiles of columns, here two or four of a slice.
+TOGETHER = [
+    Case("skinny", rows, INPUTS, slices, "bfloat16", blocks, ((16, 9, 5, 16, 0, 1),) * len(fused.OPS), 16)
+    for rows, slices, blocks in ((33, (384, 256, 384), BLOCKS), (64, (512, 512), None))
+]
+CASES = TOGETHER + [
+    case_of(op, rows, dtype) for op, of in ROWS.items() for dtype, numbers in of.items() for rows in numbers
+]
 FEW_AND_MANY = [case for case in CASES if case.rows in (8, 33)]
 of_case = pytest.mark.parametrize("case", FEW_AND_MANY, ids=lambda case: case.id)
 in_form = pytest.mark.parametrize("form", checks.FORMS)
@@ -86,6 +94,13 @@ def test_several_parts(op):
     assert op == "swiglu" or matmul_tiles(case.rows, case.inputs, case.outputs, 2, True).parts == 2
     assert lora_tiles(case.rows, case.inputs, len(case.slices), 24, 2, waits=op != "swiglu").parts > 1
     fused.check(fused.make(case, mixed(case.rows), 2), "interpret")
+
+
+def test_a_program_expands_several_tiles():
+    for case, each in zip(TOGETHER, (2, 4), strict=True):
+        tiles = lora_tiles(case.rows, case.inputs, len(case.slices), 8, 2, waits=True)
+        columns = matmul_tiles(case.rows, case.inputs, case.outputs, 2, True).block_n
+        assert math.gcd(tiles.each, *(width // columns for width in case.slices)) == each
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,20 @@
-"""The same adapters in places of fewer ranks, scattered, with junk in the places that are nobody's."""
+"""Adapters in places of fewer ranks than theirs, scattered, with junk in the places that are nobody's: the same bits as in slots,
+which other checks compare with float64. Each `check_` raises AssertionError."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from lora_jax.kernels.lora_items import most_items, work_items
+from lora_jax.kernels.tile_items import most_tile_items, tile_items
+
+from . import begun_checks, fused_lora_checks, tiled_lora_checks
 
 Q = 16
+FORMS: dict[str, dict] = {"interpret": dict(interpret=True), "xla": dict(implementation="xla"), "triton": {}}
 
 
 def placed(a: Any, b: Any, slices: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -23,3 +31,63 @@ def placed(a: Any, b: Any, slices: int, seed: int = 0) -> tuple[np.ndarray, np.n
             out_a[:, place] = of_a[:, slot, :, i].reshape(layers, slices * Q, -1)
             out_b[:, place] = of_b[:, slot, i]
     return out_a, out_b, places
+
+
+def moved(adapters: Any, ranks: np.ndarray, used: Any, padded_rank: int) -> Any:
+    """Adapters of a step of few rows, in places."""
+    a, b, places = placed(adapters.a, adapters.b, len(adapters.slices))
+    items = work_items(used, ranks, padded_rank, most_items(ranks.shape[1], padded_rank), places)
+    return dataclasses.replace(adapters, a=a, b=b, items=items, places=places)
+
+
+def check_product(case: fused_lora_checks.Case, form: str) -> None:
+    """Inside a product."""
+    slots = len(case.own_ranks)
+    ids = [t % (slots + 1) - 1 for t in range(case.rows)] if case.rows > 1 else [0]
+    given = fused_lora_checks.make(case, ids, case.layers - 1)
+    used = tuple(dict.fromkeys(s for s in ids if s >= 0))
+    adapters = moved(given.adapters, np.array(case.ranks), used, case.padded_rank)
+    want, _ = fused_lora_checks.run(given, form)
+    got, _ = fused_lora_checks.run(dataclasses.replace(given, adapters=adapters), form)
+    if form != "xla":
+        rows = slice(None)
+        assert fused_lora_checks.row_bits(got, rows) == fused_lora_checks.row_bits(want, rows)
+    fused_lora_checks.check_result(given, got, form)
+
+
+def check_begun(case: begun_checks.Case, form: str) -> None:
+    """Begun by the attention before it."""
+    given = begun_checks.make(case)
+    used = sorted({s for s in case.slots if s >= 0})
+    ranks = np.array([case.ranks] * (begun_checks.LINEAR + 1), np.int32)
+    adapters = moved(given.adapters, ranks, used, case.padded_rank)
+    parts, totals = begun_checks.check(given, form)
+    x, _, _, begun = begun_checks.attend(given, form, adapters)
+    got = np.array(begun.begun)
+    own = np.array([s >= 0 and case.ranks[s] > 0 for s in case.slots])
+    product = begun_checks.product(given, x, form, begun)
+    if form != "xla":
+        assert np.array_equal(got[:, own], parts[:, own]) and np.array_equal(product, totals)
+    np.testing.assert_allclose(got.sum(0)[own], parts.sum(0)[own], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(product.astype(np.float32), totals.astype(np.float32), rtol=1e-2, atol=1e-5)
+
+
+def check_tiles(slices: tuple[int, ...], form: str) -> None:
+    """Beside a product of many rows."""
+    checks = tiled_lora_checks
+    case = checks.Case(slices, 64, checks.mixed_ids(150), jnp.bfloat16, 32)
+    want = np.asarray(case.shrunk(FORMS[form]))
+    a, b, places = placed(case.a, case.b, len(slices))
+    ranks = np.stack([np.zeros_like(checks.RANKS), checks.RANKS])
+    room = most_tile_items(150, 32, 150, checks.SLOTS, checks.PADDED)
+    items = tile_items(case.ids, ranks, checks.PADDED, 32, room, places)
+    case.adapters = dataclasses.replace(
+        case.adapters, a=jnp.asarray(a), b=jnp.asarray(b), items=jnp.asarray(items), places=jnp.asarray(places)
+    )
+    got = np.asarray(case.shrunk(FORMS[form]))
+    begin, count = items[1, room:, 0], items[1, room:, 1]
+    used = np.concatenate([np.arange(s, s + n) for s, n in zip(begin, count, strict=True)])
+    assert np.array_equal(got[:, :, used], want[:, :, used])
+    checks.check_add(case, FORMS[form])
+    if len(slices) == 2:
+        checks.check_silu_mul(case, FORMS[form])
