@@ -13,9 +13,7 @@ K (of B: places), G linears of a layer. Sources: Hu et al., "LoRA", 2021; Chen e
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,178 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .adapters import LINE, Adapters
 from .arrivals import when_last
-from .in_kernel import dot, full, padded_rows, positions, split
-from .lora_items import COUNT, FIELDS, FIRST, ITEM, RANKS, SLOT
-from .tuning import LoRATiles, lora_tiles
+from .fused_plan import Refs
+from .in_kernel import dot, full, positions, split
+from .lora_items import FIRST, ITEM, RANKS
 
-MOST_HELD = 64  # ranks
 POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is NaN instead of a hang
-
-
-# ---- 1. how the work is cut ------------------------------------------------------------------------------------------
-class Plan(NamedTuple):
-    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product, `each` so many
-    column tiles. parts: that h is made in. begun: whether it is there already, else this kernel shrinks. joined: whether the
-    last program to come adds the parts up, rather than all that read them."""
-
-    slices: tuple[int, ...]
-    linear: int
-    padded: int
-    room: int
-    rank: int
-    tiles: LoRATiles
-    expanders: int
-    each: int
-    parts: int
-    begun: bool
-    joined: bool
-
-    @property
-    def shrinkers(self) -> int:
-        return 0 if self.begun else self.tiles.groups * self.parts
-
-    @property
-    def passes(self) -> int:
-        """At most."""
-        return layout.cdiv(self.room, self.tiles.items)
-
-    @property
-    def held(self) -> bool:
-        """Whether a program that expands holds all of its rows' h."""
-        return self.rank <= MOST_HELD
-
-    @property
-    def pieces(self) -> int:
-        """Of up to ITEM rank rows of one slice, in a pass: as many as tensor cores take, some of them of no item."""
-        return 1 << (self.tiles.items * len(self.slices) - 1).bit_length()
-
-
-def item_field(items, linear: int, field: int, j, mask=None) -> jax.Array:
-    """In a kernel: a field of one item j, or of an array of them."""
-    at = items.shape[1] // FIELDS * (ITEM + field) + j
-    if jnp.ndim(j) == 0:
-        return items[linear, at]
-    return plgpu.load(items.at[full(linear, j.shape), at], mask=mask, other=None if mask is None else 0)
-
-
-class Refs(NamedTuple):
-    """What a kernel sees of the adapters; h is scratch, or comes begun."""
-
-    a: Any  # None with `begun`
-    b: Any  # [L, P * Q, N]
-    slot_ids: Any
-    items: Any
-    layer: Any
-    h: Any  # [P, n * T, max(16, R)] float32: parts of x @ A^T of each row's own adapter, joined behind them; else anything
-    counters: Any
-    plan: Plan
-    interpret: bool
-
-    def field(self, i: int, j, mask=None) -> jax.Array:
-        """Of item j: its slot (0), first rank row (1), rank rows (2)."""
-        return item_field(self.items, self.plan.linear, i, j, mask)
-
-    @property
-    def place(self) -> int:
-        """Q"""
-        return self.a.shape[2] // len(self.plan.slices)
-
-    def count(self) -> jax.Array:
-        return self.field(COUNT, 0)
-
-    def counter(self, which):
-        """Of a pass: its parts that are done."""
-        return self.counters.shape[0] - 1 - which
-
-    def flag(self):
-        """Counts what is there of h, for this linear in this layer."""
-        number = self.layer[0] * self.items.shape[0] + self.plan.linear
-        return self.counters.shape[0] - self.plan.room - (number + 1) * LINE
-
-    def own(self, at_slice, j, inside) -> tuple[tuple, jax.Array]:
-        """(where h lies, whether it is there) of a slice's item j in each row, for j, at_slice and inside [Q]:
-        [padded T, Q, ITEM]."""
-        rows, shape = self.slot_ids.shape[0], (self.plan.padded, j.shape[0], ITEM)
-        row, r = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
-        t = lax.iota(jnp.int32, shape[0])
-        ids = plgpu.load(self.slot_ids.at[t], mask=t < rows, other=-1)
-        slot, first = (self.field(i, j, inside) for i in (SLOT, FIRST))
-        own = (ids[:, None] == slot[None]) & inside[None]
-        wide = lambda v: jnp.broadcast_to(v[None, :, None], shape)  # noqa: E731
-        first = lax.div(first, ITEM) * ITEM  # so that a compiler sees that it is a multiple
-        return (wide(at_slice * rows) + row, wide(first) + r), jnp.broadcast_to(own[:, :, None], shape)
-
-
-class Call(NamedTuple):
-    """A `pallas_call` of a product with or without adapters: all that it is given, what comes after the product's own results
-    (arrivals, then scratch), its grid."""
-
-    given: tuple[jax.Array, ...]
-    results: tuple[jax.ShapeDtypeStruct, ...]
-    grid: tuple[int, ...]
-    plan: Plan | None
-
-    def aliases(self, own: int) -> dict[int, int]:
-        """own: the product's own results."""
-        return {len(self.given) - 1: own} if self.results else {}
-
-
-def with_adapters(
-    adapters: Adapters | None,
-    arrivals: jax.Array | None,
-    given: tuple,
-    grid: tuple[int, int],
-    expanded: int,
-    block_n: int,
-    interpret: bool,
-) -> Call:
-    """given and grid: of the product alone, in tiles of block_n columns. expanded: tiles that programs of their own expand, 0
-    where the product's do.
-    Raises: ValueError for tiles, which may be stored ones, that would reach over a slice."""
-    if adapters is None:
-        return Call(given, (), grid, None)
-    assert arrivals is not None
-    if any(width % block_n for width in adapters.slices):
-        raise ValueError(f"adapters: slices {adapters.slices} are no multiples of a tile of {block_n} columns")
-    (layers, places, place, outputs), dtype = adapters.b.shape, adapters.a.dtype
-    rank = adapters.rank
-    rows, inputs, n = adapters.slot_ids.shape[0], adapters.a.shape[3], len(adapters.slices)
-    room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)
-    tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, waits=expanded > 0)
-    # those of one program lie in one slice
-    each = math.gcd(tiles.each, *(width // block_n for width in adapters.slices))
-    begun = adapters.begun
-    parts, joined = (tiles.parts, tiles.joined) if begun is None else (begun.shape[0], False)
-    expanders = expanded // each
-    plan = Plan(
-        adapters.slices, adapters.linear, padded, room, rank, tiles, expanders, each, parts, begun is not None, joined
-    )
-    b = adapters.b.reshape(layers, places * place, outputs)
-    first = adapters.a if begun is None else begun
-    more = (first, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
-    like = jax.ShapeDtypeStruct
-    results = [like(arrivals.shape, arrivals.dtype)]
-    if begun is None:
-        results.append(like((parts + plan.joined, n * rows + interpret, max(ITEM, rank)), jnp.float32))
-    assert expanded or not tiles.spread and each == 1, "a product that waits for programs behind it"
-    programs = plan.shrinkers + grid[0] * grid[1] + expanders
-    return Call((*given, *more), tuple(results), (programs,), plan)
-
-
-def split_refs(
-    refs: tuple, given: int, results: int, plan: Plan | None, interpret: bool
-) -> tuple[tuple, tuple, Refs | None]:
-    """(the product's own operands, its own results, the adapters' refs) of a kernel called as `with_adapters` says."""
-    if plan is None:
-        return refs[:given], refs[given:], None
-    end = given + 6 + results
-    a, b, slot_ids, items, layer, _ = refs[given : given + 6]
-    counters, *h = refs[end:]
-    a, h = (None, a) if plan.begun else (a, h[0])
-    adapters = Refs(a, b, slot_ids, items, layer, h, counters, plan, interpret)
-    return refs[:given], refs[end - results : end], adapters
 
 
 def run(
@@ -216,7 +48,7 @@ def run(
         pl.when(at >= products)(lambda: expand_tile(at - products))
 
 
-# ---- 2. in a kernel --------------------------------------------------------------------------------------------------
+# ---- 1. shrink -------------------------------------------------------------------------------------------------------
 def _shrink(x, refs: Refs, pid) -> None:
     """Program (group, part): one part of K of every groups-th pass, which is tiles.items items."""
     plan, count = refs.plan, refs.count()
@@ -273,21 +105,29 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
         plgpu.atomic_add(refs.counters, (refs.flag(),), jnp.int32(1))
 
     plgpu.store(part_of(part), h, mask=own)  # of each row its own adapter's: another row's inf must not reach this one
-    if not plan.joined:
+    if not plan.dense:
         return arrive()
 
     def join() -> None:
         parts = [plgpu.load(part_of(p), mask=own, other=0) for p in range(plan.parts)]
-        plgpu.store(part_of(plan.parts), functools.reduce(jnp.add, parts), mask=own)
+        wide = lambda v: jnp.broadcast_to(v[None, :, None], own.shape)  # noqa: E731
+        t, r = (lax.broadcasted_iota(jnp.int32, own.shape, axis) for axis in (0, 2))
+        of_slice, item, listed = pieces_of(lax.iota(jnp.int32, plan.pieces))
+        mask, row = wide(listed) & (t < rows), wide(of_slice * rows) + t
+        if refs.interpret:
+            row = jnp.where(mask, row, refs.dense.shape[1] - 1)
+        for i, half in enumerate(split(functools.reduce(jnp.add, parts), refs.dense.dtype)):
+            plgpu.store(refs.dense.at[full(i, own.shape), row, wide(item * ITEM) + r], half, mask=mask)
         arrive()
 
     when_last(refs.counters, refs.counter(which), plan.parts, join, interpret=refs.interpret)
 
 
+# ---- 2. expand -------------------------------------------------------------------------------------------------------
 def _finished(refs: Refs) -> jax.Array:
     """Waits for all of h. False: it never came."""
     plan, flag = refs.plan, refs.flag()
-    wanted = pl.cdiv(refs.count(), plan.tiles.items) * (1 if plan.joined else plan.parts)
+    wanted = pl.cdiv(refs.count(), plan.tiles.items) * (1 if plan.dense else plan.parts)
     if refs.interpret:  # programs run one after the other
         return refs.counters[flag] >= wanted
     read = lambda: plgpu.atomic_add(refs.counters, (flag,), jnp.int32(0))  # noqa: E731
@@ -298,10 +138,8 @@ def _finished(refs: Refs) -> jax.Array:
 
 
 def _sum_of_parts(refs: Refs, at: tuple, mask) -> jax.Array:
-    plan = refs.plan
-    parts = [plan.parts] if plan.joined else range(plan.parts)
     load = lambda p: plgpu.load(refs.h.at[full(p, mask.shape), *at], mask=mask, other=0)  # noqa: E731
-    return functools.reduce(jnp.add, [load(p) for p in parts])
+    return functools.reduce(jnp.add, [load(p) for p in range(refs.plan.parts)])
 
 
 def _hold(refs: Refs, at_slice, count) -> list[jax.Array]:
@@ -332,26 +170,48 @@ def _h(refs: Refs, at_slice, held: list[jax.Array], column0, count) -> list[jax.
 
 def expand_tiles(n, block_n: int, refs: Refs, put: Callable[..., None]) -> None:
     """What the n-th program that only expands does: put(column tile, h @ B float32 [padded T, block_n]) for `each` tiles."""
-    plan, chunk, count = refs.plan, refs.plan.tiles.chunk, refs.count()
+    plan, count = refs.plan, refs.count()
     zeros, first = jnp.zeros((plan.padded, block_n), jnp.float32), n * plan.each
     if plan.each == 1:
         return put(first, *expand((zeros,), (first * block_n,), refs))
-    assert plan.room * ITEM <= chunk, "h of several tiles is placed once"
     b_tile = lambda t, count: _b_tile(refs, (first + t) * block_n, block_n, 0, count)  # noqa: E731
-    ahead = b_tile(0, count)  # under way while this program waits
+    ahead = None if plan.dense else b_tile(0, count)  # under way while this program waits
     finished = True if plan.begun else _finished(refs)
-    at_slice = layout.slice_of(first * block_n, plan.slices)
-    h = _h(refs, at_slice, _hold(refs, at_slice, count) if plan.held else [], 0, count)
+    at_slice, h = layout.slice_of(first * block_n, plan.slices), []
+    if not plan.dense:
+        assert plan.room * ITEM <= plan.tiles.chunk, "h of several tiles is placed once"
+        h = _h(refs, at_slice, _hold(refs, at_slice, count) if plan.held else [], 0, count)
 
     def body(carry):
         t, b_rn = carry
-        following = b_tile(t + 1, jnp.where(t + 1 < plan.each, count, 0))
-        total = functools.reduce(lambda total, half: total + dot(half, b_rn), h, zeros)
+        if plan.dense:
+            (total,), following = _add_dense((zeros,), ((first + t) * block_n,), (at_slice,), refs), None
+        else:
+            following = b_tile(t + 1, jnp.where(t + 1 < plan.each, count, 0))
+            total = functools.reduce(lambda total, half: total + dot(half, b_rn), h, zeros)
         put(first + t, total if plan.begun else jnp.where(finished, total, jnp.nan))
         return t + 1, following
 
     # no loop that would be pipelined: its tiles would fill shared memory
     lax.while_loop(lambda carry: carry[0] < plan.each, body, (jnp.int32(0), ahead))
+
+
+def _add_dense(sums: tuple, starts: tuple, at_slices: tuple, refs: Refs) -> tuple[jax.Array, ...]:
+    """sums + h @ B as a product adds its inputs, whose place all items' rank rows take."""
+    plan, chunk, rows, count = refs.plan, refs.plan.tiles.chunk, refs.slot_ids.shape[0], refs.count()
+
+    def body(i, sums):
+        t, c = positions((plan.padded, chunk), i * chunk)
+        inside, out = (t < rows) & (c < count * ITEM), []
+        for total, start, at_slice in zip(sums, starts, at_slices, strict=True):
+            b_rn = _b_tile(refs, start, total.shape[1], i, count)
+            for half in range(refs.dense.shape[0]):
+                at = (full(half, t.shape), at_slice * rows + t, c)
+                total = total + dot(plgpu.load(refs.dense.at[at], mask=inside, other=0), b_rn)
+            out.append(total)
+        return tuple(out)
+
+    return lax.fori_loop(0, pl.cdiv(count * ITEM, chunk), body, sums)
 
 
 def _b_tile(refs: Refs, start, block_n: int, i, count) -> jax.Array:
@@ -369,13 +229,17 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
     """sums + h @ B: float32 [padded T, columns] each, for the columns from each of `starts` on."""
     plan = refs.plan
     block_n, chunk, count = sums[0].shape[1], plan.tiles.chunk, refs.count()
+    at_slices = tuple(layout.slice_of(start, plan.slices) for start in starts)
+    if plan.dense:
+        finished = _finished(refs)
+        sums = _add_dense(sums, starts, at_slices, refs)
+        return tuple(jnp.where(finished, total, jnp.nan) for total in sums)
 
     def b_tiles(i) -> tuple[jax.Array, ...]:
         return tuple(_b_tile(refs, start, block_n, i, count) for start in starts)
 
     tiles = b_tiles(0)  # under way while this program waits
     finished = True if plan.begun else _finished(refs)
-    at_slices = [layout.slice_of(start, plan.slices) for start in starts]
     held = [_hold(refs, at_slice, count) if plan.held else [] for at_slice in at_slices]
 
     def add(sums, tiles, i):

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
 from .adapters import Adapters, begun_shape, check_items
-from .fused_lora import item_field
+from .fused_plan import item_field
 from .in_kernel import full
 from .lora_items import COUNT, FIELDS, FIRST, ITEM, RANKS, SLOT
 from .lora_shrink import lora_shrink

@@ -20,6 +20,7 @@ from . import lora_layout as layout
 from .adapters import Adapters, adapter_counters, check_adapters
 from .arrivals import check_arrivals, when_last
 from .deferred_norm import DeferredNorm
+from .fused_plan import Plan, split_refs, with_adapters
 from .in_kernel import padded_rows, positions
 from .skinny_matmul import accumulate, check_product, fits, plain_product
 from .tuning import matmul_tiles
@@ -74,14 +75,14 @@ def residual_matmul(
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
-def _kernel(*refs, block_n: int, block_k: int, parts: int, plan: lora.Plan | None, interpret: bool):
+def _kernel(*refs, block_n: int, block_k: int, parts: int, plan: Plan | None, interpret: bool):
     """Program (column tile, part): the part's sums; the last one of the tile also everything else. With a plan also what
     `lora.run` says, and the adapters' sums as one part more.
 
     refs: y [R, K], w [K, N], x [R, N], scale [N], arrivals; total and scaled [R, N], squares [B, R] float32, sums [S, R, N]
     float32, arrivals again.
     """
-    (y, w, x, scale), results, adapters = lora.split_refs(refs, 4, 4, plan, interpret)
+    (y, w, x, scale), results, adapters = split_refs(refs, 4, 4, plan, interpret)
     if adapters is None:
         results, arrivals = results[1:5], results[5]  # beside arrivals as they were
     else:
@@ -137,9 +138,7 @@ def _triton(
     tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize)
     like = jax.ShapeDtypeStruct
     out, blocks = like(x.shape, x.dtype), outputs // tiles.block_n
-    call = lora.with_adapters(
-        adapters, arrivals, (y, w, x, scale), (blocks, tiles.parts), blocks, tiles.block_n, interpret
-    )
+    call = with_adapters(adapters, arrivals, (y, w, x, scale), (blocks, tiles.parts), blocks, tiles.block_n, interpret)
     if adapters is None:  # the counters are the product's own
         call = call._replace(given=(*call.given, arrivals), results=(like(arrivals.shape, arrivals.dtype),))
     parts = tiles.parts + (adapters is not None)

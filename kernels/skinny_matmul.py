@@ -19,6 +19,7 @@ from . import fused_lora as lora
 from . import lora_layout as layout
 from .adapters import Adapters, check_adapters, plain_delta
 from .deferred_norm import DeferredNorm, Normed, inverse_of
+from .fused_plan import Plan, split_refs, with_adapters
 from .in_kernel import dot, padded_rows, positions
 from .tuning import MAX_ROWS, matmul_tiles
 
@@ -118,13 +119,13 @@ def accumulate(
     return lax.fori_loop(at, steps, body, then(lax.fori_loop(0, at, body, sums)))
 
 
-def _kernel(*refs, block_n: int, block_k: int, parts: int, eps: float | None, plan: lora.Plan | None, interpret: bool):
+def _kernel(*refs, block_n: int, block_k: int, parts: int, eps: float | None, plan: Plan | None, interpret: bool):
     """Program (column tile, part): all rows times one tile of columns, over one part of K. With a plan also what `lora.run`
     says; the adapters' part is the last of S.
 
     refs: x [R, K], with eps squares [B, R], w [K, N], with a plan arrivals; out [S, R, N] float32, with a plan arrivals.
     """
-    (x, *squares, w), (out,), adapters = lora.split_refs(refs, 2 if eps is None else 3, 1, plan, interpret)
+    (x, *squares, w), (out,), adapters = split_refs(refs, 2 if eps is None else 3, 1, plan, interpret)
     steps = x.shape[1] // parts // block_k
 
     def store(sums, part, start, inverse) -> None:
@@ -164,9 +165,7 @@ def _triton(
     (rows, inputs), outputs = given[0].shape, w.shape[1]
     tiles = matmul_tiles(rows, inputs, outputs, w.dtype.itemsize, adapters is not None)
     columns = outputs // tiles.block_n
-    call = lora.with_adapters(
-        adapters, arrivals, (*given, w), (columns, tiles.parts), columns, tiles.block_n, interpret
-    )
+    call = with_adapters(adapters, arrivals, (*given, w), (columns, tiles.parts), columns, tiles.block_n, interpret)
     out, *rest = pl.pallas_call(
         functools.partial(
             _kernel,

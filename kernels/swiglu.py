@@ -20,6 +20,7 @@ from . import fused_lora as lora
 from . import lora_layout as layout
 from .adapters import Adapters, check_adapters
 from .deferred_norm import Normed, inverse_of
+from .fused_plan import Plan, split_refs, with_adapters
 from .in_kernel import padded_rows, positions, silu_mul
 from .skinny_matmul import accumulate, check_product, operands, plain_product
 from .tuning import swiglu_tiles
@@ -84,13 +85,13 @@ def _pause(steps: int, n, tiles: int):
     return 3 * steps // 16 + lax.div(lax.div(n, TOGETHER) * (3 * steps // 4), layout.cdiv(tiles, TOGETHER))
 
 
-def _kernel(*refs, block_n: int, block_k: int, eps: float | None, plan: lora.Plan | None, interpret: bool):
+def _kernel(*refs, block_n: int, block_k: int, eps: float | None, plan: Plan | None, interpret: bool):
     """Program (column tile): all rows times one tile of gate's columns and the same tile of up's. With a plan also what
     `lora.run` says.
 
     refs: x [R, K], with eps squares [B, R], w [K, 2F], with a plan arrivals; out [R, F], with a plan arrivals.
     """
-    (x, *squares, w), (out,), adapters = lora.split_refs(refs, 2 if eps is None else 3, 1, plan, interpret)
+    (x, *squares, w), (out,), adapters = split_refs(refs, 2 if eps is None else 3, 1, plan, interpret)
     rows, width = out.shape
     steps = x.shape[1] // block_k
 
@@ -118,9 +119,7 @@ def _triton(
     given, eps = operands(x)
     rows, outputs = given[0].shape[0], w.shape[1] // 2
     tiles = swiglu_tiles(rows, w.shape[0], outputs, w.dtype.itemsize)
-    call = lora.with_adapters(
-        adapters, arrivals, (*given, w), (outputs // tiles.block_n, 1), 0, tiles.block_n, interpret
-    )
+    call = with_adapters(adapters, arrivals, (*given, w), (outputs // tiles.block_n, 1), 0, tiles.block_n, interpret)
     out, *rest = pl.pallas_call(
         functools.partial(
             _kernel, block_n=tiles.block_n, block_k=tiles.block_k, eps=eps, plan=call.plan, interpret=interpret

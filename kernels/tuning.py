@@ -140,37 +140,56 @@ def swiglu_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulT
 @dataclass(frozen=True)
 class LoRATiles:
     """Inside a product of few rows: groups * parts programs shrink, `items` items a pass and block_k inputs a step; chunk rank
-    rows a step of the expand. joined: the last program of a pass adds its parts up, else all that read them do. spread: those that
-    shrink lie among the programs of the product, else before them all: cards deal programs out in runs, to neighbours that share
-    their way to memory, so this evens out a product of one round. each: column tiles of a program that only expands."""
+    rows a step of the expand. dense: the last program of a pass adds its parts up, into a matrix that the expand reads like a
+    product its inputs, else all that read parts do and each finds its rows' own. spread: those that shrink lie among the programs
+    of the product, else before them all: cards deal programs out in runs, to neighbours that share their way to memory, so this
+    evens out a product of one round. each: column tiles of a program that only expands."""
 
     groups: int
     items: int
     parts: int
     block_k: int
     chunk: int
-    joined: bool
+    dense: bool
     spread: bool
     each: int
 
 
+FEW_ITEMS = 8  # up to which a program that waited finds its rows' own faster than it reads a matrix
+SHRINKERS = 32  # programs that shrink many items for many rows: more would keep a product's own from the first round
+
+
 @rule
-def lora_tiles(rows: int, inputs: int, slices: int, items: int, itemsize: int, *, waits: bool) -> LoRATiles:
-    """rows T, inputs K (a multiple of 64), slices n, items J. waits: whether programs wait for the shrink from the start, rather
-    than in the middle of their own work. Measured on an H200 (docs/performance.md)."""
-    many = rows > 16
+def lora_tiles(
+    rows: int, inputs: int, slices: int, items: int, itemsize: int, columns: int, *, waits: bool
+) -> LoRATiles:
+    """rows T, inputs K (a multiple of 64), slices n, items J, columns that a program of the product computes. waits: whether
+    programs wait for the shrink from the start, rather than in the middle of their own work. Measured on an H200
+    (docs/performance.md)."""
+    many, crowd = rows > 16, items > FEW_ITEMS
     short = inputs <= 4096 and waits  # a product that ends soon
     most = 64 if many else 256 if slices == 1 and short else 128
     block_k = most // (1 if itemsize < 4 else 2)
     while inputs % block_k:
         block_k //= 2
     part = 512 if inputs <= 4096 and (many != waits or slices == 1) else 1024
-    parts = max(1, min(16, cdiv(inputs, part), inputs // block_k))
-    together = max(1, 4 // slices) if many and inputs <= 4096 else 1  # rows are read once for all of them
-    chunk, spread, each = 32 if many and itemsize == 4 else 64, many and waits and slices > 1, 1
-    if spread and itemsize < 4 and items <= 8:  # one chunk: then a program expands four tiles with the h that it has
+    parts, together = cdiv(inputs, part), 1  # items a pass: rows are read once for all of them
+    if many and crowd:
+        while _ceil_power(2 * together * slices) * ITEM <= (columns if itemsize < 4 else 64):
+            together *= 2
+        wanted = min(SHRINKERS * (1 if inputs <= 4096 else 2) // min(cdiv(items, together), 16), 16)
+        parts = cdiv(inputs // block_k, cdiv(inputs // block_k, wanted))  # none of them empty
+    elif many and inputs <= 4096:
+        together = max(1, 4 // slices)
+    parts = max(1, min(16, parts, inputs // block_k))
+    groups = min(cdiv(items, together), 16 if many and crowd else 8)
+    dense, spread, each = crowd or not waits, many and waits and slices > 1, 1
+    chunk = 32 if many and (dense or itemsize == 4) else 64
+    if spread and crowd:
+        each = 4
+    elif spread and itemsize < 4:  # one chunk: then a program expands four tiles with the h that it has
         chunk, each = 64 if items <= 4 else 128, 4
-    return LoRATiles(min(cdiv(items, together), 8), together, parts, block_k, chunk, not waits, spread, each)
+    return LoRATiles(groups, together, parts, block_k, chunk, dense, spread, each)
 
 
 TILE_SHRINKERS = 256  # programs wanted in a grid that shrinks tiles of rows: two a multiprocessor of the largest cards

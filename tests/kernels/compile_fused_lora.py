@@ -18,11 +18,12 @@ from lora_jax.kernels.lora_items import FIELDS, ITEM, most_items
 from lora_jax.kernels.residual_matmul import MAX_ROWS, fits_residual, residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_lora_matmul
 from lora_jax.kernels.swiglu import lora_swiglu
-from lora_jax.kernels.tuning import lora_tiles, matmul_tiles
+from lora_jax.kernels.tuning import matmul_tiles
 
 from lora_jax.config import PLACE_RANK
 from tests.kernels.compile_step_kernels import array, norm_of
 from tests.support import gpu_program
+from tests.support.fused_tiles import tiles_of
 
 ROWS = (8, 64)
 LAYERS, SLOTS, LINEARS = 2, 8, 4
@@ -48,8 +49,9 @@ def adapters_of(linear: Linear, rows: int, rank: int, dtype: str) -> Adapters:
 def scratch_bytes(linear: Linear, rows: int, rank: int, dtype: str) -> int:
     """Of the parts of h in float32; of a residual product's parts too."""
     slices, items, itemsize = len(linear.slices), most_items(SLOTS, rank), jnp.dtype(dtype).itemsize
-    tiles = lora_tiles(rows, linear.inputs, slices, items, itemsize, waits=not linear.name.endswith("gate_up"))
-    h = (tiles.parts + tiles.joined) * slices * rows * max(ITEM, rank) * 4
+    op = "swiglu" if linear.name.endswith("gate_up") else "skinny"
+    tiles = tiles_of(op, rows, linear.inputs, linear.slices, items, itemsize)
+    h = tiles.parts * slices * rows * max(ITEM, rank) * 4 + tiles.dense * slices * rows * items * ITEM * 4
     outputs = sum(linear.slices)
     sums = (matmul_tiles(rows, linear.inputs, outputs, itemsize, adapters=True).parts + 1) * rows * outputs * 4
     return h + (sums if slices == 1 and rows <= MAX_ROWS else 0)

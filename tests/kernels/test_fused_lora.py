@@ -26,6 +26,7 @@ from lora_jax.kernels.tuning import lora_tiles, matmul_tiles
 from tests.support import fused_lora_checks as fused
 from tests.support import kernel_checks as checks
 from tests.support.fused_lora_checks import Case
+from tests.support.fused_tiles import tiles_of
 
 PATTERN = (1, -1, 0, 3, 1, 4, 2, 5, -1)  # rows without an adapter, two of one, slots that a linear does not use
 INPUTS = 576  # with few rows a shrink has two parts, and not of one size
@@ -55,10 +56,12 @@ def small(op: str, rows: int, inputs: int, slices: tuple[int, ...], dtype: str, 
     return Case(op, rows, inputs, slices, dtype, ranks=(ranks,) * len(fused.OPS), padded_rank=padded, layers=1)
 
 
-# Few items and many rows: a program expands several tiles of columns, here two or four of a slice.
+# Many rows: a program expands several tiles of columns, here two or four of a slice, few items or many.
+FEW = ((16, 9, 5, 16, 0, 1),) * len(fused.OPS)
 TOGETHER = [
-    Case("skinny", rows, INPUTS, slices, "bfloat16", blocks, ((16, 9, 5, 16, 0, 1),) * len(fused.OPS), 16)
-    for rows, slices, blocks in ((33, (384, 256, 384), BLOCKS), (64, (512, 512), None))
+    Case("skinny", 33, INPUTS, (384, 256, 384), "bfloat16", BLOCKS, FEW, 16),
+    Case("skinny", 64, INPUTS, (512, 512), "bfloat16", None, FEW, 16),
+    Case("skinny", 33, INPUTS, (256, 256), "bfloat16", BLOCKS),
 ]
 CASES = TOGETHER + [
     case_of(op, rows, dtype) for op, of in ROWS.items() for dtype, numbers in of.items() for rows in numbers
@@ -70,7 +73,7 @@ in_form = pytest.mark.parametrize("form", checks.FORMS)
 
 # ---- against float64 ----
 def check_mixes(case: Case, form: str) -> None:
-    """All kinds of rows in the first and in the last layer, all rows with one adapter, and all without."""
+    """All kinds of rows in the first and in the last layer; all with one adapter; none with one."""
     last, rows = case.layers - 1, case.rows
     for ids, layer in ((mixed(rows), 0), (mixed(rows, 2), last), ([1] * rows, 1), ([-1] * rows, last)):
         fused.check(fused.make(case, ids, layer), form)
@@ -92,13 +95,14 @@ def test_several_parts(op):
     """Of the product too."""
     case = Case(op, 8, 2048, (128,) * len(SLICES[op]), "bfloat16", BLOCKS if op != "residual" else None)
     assert op == "swiglu" or matmul_tiles(case.rows, case.inputs, case.outputs, 2, True).parts == 2
-    assert lora_tiles(case.rows, case.inputs, len(case.slices), 24, 2, waits=op != "swiglu").parts > 1
+    assert tiles_of(op, case.rows, case.inputs, case.slices, 24, 2).parts > 1
     fused.check(fused.make(case, mixed(case.rows), 2), "interpret")
 
 
 def test_a_program_expands_several_tiles():
-    for case, each in zip(TOGETHER, (2, 4), strict=True):
-        tiles = lora_tiles(case.rows, case.inputs, len(case.slices), 8, 2, waits=True)
+    for case, each in zip(TOGETHER, (2, 4, 4), strict=True):
+        tiles = tiles_of(case.op, case.rows, case.inputs, case.slices, 8 if case.padded_rank == 16 else 24, 2)
+        assert tiles.dense == (case.padded_rank == 64)
         columns = matmul_tiles(case.rows, case.inputs, case.outputs, 2, True).block_n
         assert math.gcd(tiles.each, *(width // columns for width in case.slices)) == each
 
@@ -257,27 +261,31 @@ def test_counters_are_lines_of_their_own():
     slices=st.integers(1, 3),
     fours=st.integers(1, 64),
     itemsize=st.sampled_from((2, 4)),
+    columns=st.sampled_from((64, 128)),
     waits=st.booleans(),
 )
-def test_tiles_of_a_shrink_cover_its_inputs(rows, inputs, slices, fours, itemsize, waits):
-    tiles = lora_tiles(rows, inputs, slices, 4 * fours, itemsize, waits=waits)
+def test_tiles_of_a_shrink_cover_its_inputs(rows, inputs, slices, fours, itemsize, columns, waits):
+    tiles = lora_tiles(rows, inputs, slices, 4 * fours, itemsize, columns, waits=waits)
     assert inputs % tiles.block_k == 0 and tiles.block_k in (32, 64, 128, 256)
-    assert 1 <= tiles.groups <= min(8, 4 * fours) and 1 <= tiles.parts <= 16
+    assert 1 <= tiles.groups <= min(16, 4 * fours) and 1 <= tiles.parts <= 16
     assert 4 * fours * ITEM % tiles.chunk == 0 and tiles.chunk % ITEM == 0, "a chunk beyond the list of items"
     if inputs <= 16384:
         part = -(-inputs // tiles.block_k // tiles.parts) * tiles.block_k
         assert (tiles.parts - 1) * part < inputs <= tiles.parts * part, "a part of K is missing, or one is empty"
-    staged = (max(16, 1 << (rows - 1).bit_length()) + ITEM * (slices + slices // 3)) * tiles.block_k * itemsize
+    width = max(16, 1 << (tiles.items * slices * ITEM - 1).bit_length())
+    staged = (max(16, 1 << (rows - 1).bit_length()) + width) * tiles.block_k * itemsize
     assert staged * 4 <= 99 << 10, "more shared memory than the smallest card has"
+    assert rows <= 16 or itemsize == 4 or width <= columns, "more a step than the product has"
 
 
 def test_fits_adapters():
     assert fits_adapters(1, 64, (64,), jnp.bfloat16) and fits_adapters(64, 4096, (4096,) * 3, jnp.float32)
     assert not fits_adapters(1, 64, (64,), jnp.float16), "h could overflow"
     assert fits_adapters(8, 64, (64,) * 4, jnp.float32) and not fits_adapters(8, 64, (64,) * 5, jnp.float32)
-    assert fits_adapters(16, 64, (12160, 64, 64), jnp.bfloat16)
+    assert fits_adapters(16, 64, (12160, 64, 64), jnp.bfloat16) and fits_adapters(
+        17, 64, (12032, 128, 128), jnp.bfloat16
+    )
     assert not fits_adapters(17, 64, (12160, 64, 64), jnp.bfloat16), "a tile of columns in two slices"
-    assert fits_adapters(17, 64, (12032, 128, 128), jnp.bfloat16)
 
 
 # ---- wrong operands ----
@@ -366,7 +374,6 @@ def test_gate_and_up_with_adapters_lie_side_by_side():
     refused("swiglu", "w must hold gate and up side by side", (x, w[:, :-1]), adapters)
 
 
-# ---- large stacks ----
 def test_large_stacks_are_addressed_with_64_bits(monkeypatch, capfd):
     """The Triton code of adapters beyond 2^31 numbers counts in 64 bits, that of few in 32."""
     from jax.experimental import pallas as pl
@@ -381,15 +388,8 @@ def test_large_stacks_are_addressed_with_64_bits(monkeypatch, capfd):
         stack = like((layers, slots, rank * (2 if op is lora_swiglu else 1), size))
         outputs = size * (2 if op is lora_swiglu else 1)
         items = like((1, most_items(slots, rank) * FIELDS), "int32")
-        adapters = Adapters(
-            stack,
-            like((layers, slots, rank, outputs)),
-            like((8,), "int32"),
-            items,
-            like((), "int32"),
-            (size,) * (outputs // size),
-            0,
-        )
+        b, ids, layer = like((layers, slots, rank, outputs)), like((8,), "int32"), like((), "int32")
+        adapters = Adapters(stack, b, ids, items, layer, (size,) * (outputs // size), 0)
         arrivals = like((adapter_counters(items, layers),), "int32")
         with jax.sharding.use_abstract_mesh(mesh):
             traced = op.trace(like((8, size)), like((size, outputs)), adapters, arrivals)

@@ -22,10 +22,10 @@ from lora_jax.kernels.lora_items import FIELDS, ITEM, most_items, work_items
 from lora_jax.kernels.residual_matmul import residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_lora_matmul
 from lora_jax.kernels.swiglu import lora_swiglu
-from lora_jax.kernels.tuning import lora_tiles
 
 from . import kernel_checks as checks
 from . import lora_oracle
+from .fused_tiles import tiles_of
 
 PIECES = 64  # counters of a residual product, for the widest here; more than the others need
 OPS = ("skinny", "residual", "swiglu")  # as linears of a layer, in this order
@@ -261,9 +261,9 @@ def check_counters(given: Given, after: np.ndarray, form: str, before: np.ndarra
 
 def _arrivals(case: Case, number: int) -> int:
     """How often programs come, for so many items."""
-    shape = case.rows, case.inputs, len(case.slices), most_items(len(case.own_ranks), case.padded_rank)
-    tiles = lora_tiles(*shape, checks.oracle.numpy_dtype(case.dtype).itemsize, waits=case.op != "swiglu")
-    return -(-number // tiles.items) * (1 if tiles.joined else tiles.parts)
+    room, itemsize = most_items(len(case.own_ranks), case.padded_rank), checks.oracle.numpy_dtype(case.dtype).itemsize
+    tiles = tiles_of(case.op, case.rows, case.inputs, case.slices, room, itemsize)
+    return -(-number // tiles.items) * (1 if tiles.dense else tiles.parts)
 
 
 def check(given: Given, form: str) -> Any:
