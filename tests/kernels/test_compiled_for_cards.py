@@ -15,19 +15,19 @@ from tests.support.gpu_program import CARDS, run_compiler
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="JAX's CUDA plugin exists for Linux alone")
 
 # H100 and RTX 4090 differ from H200 and L4 in counts and clocks, which no kernel looks at: a quarter of the cases will do.
-EVERY = {"h200": 1, "a100": 1, "l4": 1, "h100": 4, "rtx4090": 4}
+EVERY = {"h200": 1, "a100": 2, "l4": 1, "h100": 4, "rtx4090": 4}
 # Shared memory that a block may have. With the products of Hopper's tensor cores Triton holds one step more.
 SHARED_BYTES = {"h200": 227 << 10, "h100": 227 << 10, "a100": 163 << 10, "l4": 99 << 10, "rtx4090": 99 << 10}
 SMALLEST_CARD_BYTES = min(SHARED_BYTES.values())
 
 
 # Of the other kernels of a step: L4 has the least shared memory.
-EVERY_OF_A_STEP = {"h200": 8, "a100": 8, "l4": 1, "h100": 8, "rtx4090": 8}
+EVERY_OF_A_STEP = {"h200": 8, "a100": 8, "l4": 2, "h100": 16, "rtx4090": 16}
 KINDS_OF_A_STEP = {"decode", "prefill", "rope", "product", "deferred", "residual", "swiglu", "norm"}
 
 # Products with adapters inside: no two of every 5 are of one kind and model.
-EVERY_WITH_ADAPTERS = {"h200": 1, "a100": 5, "l4": 1, "h100": 5, "rtx4090": 5}
-EVERY_CANDIDATE = {"l4": 1, "h200": 3}
+EVERY_WITH_ADAPTERS = {"h200": 1, "a100": 5, "l4": 3, "h100": 5, "rtx4090": 5}
+EVERY_CANDIDATE = {"l4": 2, "h200": 5}
 EVERY_OF_TILES = {"h200": 1, "a100": 5, "l4": 1, "h100": 5, "rtx4090": 5}
 # Shared memory of an H200's program with Llama-2-7B's sizes, rank 16: as many programs as this lets a multiprocessor hold.
 ROOM_WITH_ADAPTERS = {
