@@ -21,12 +21,12 @@ SLOT, FIRST, RANKS, COUNT = range(
 
 def most_items(slots: int, rank: int) -> int:
     """J for adapters of up to `rank` in so many slots: a multiple of 4, so that a step of the expand ends with it."""
-    return 4 * cdiv(slots * _items_of(rank), 4)
+    return 4 * cdiv(slots * items_of(rank), 4)
 
 
-def _items_of(rank: int) -> int:
-    """1, 2 or a multiple of 4: larger adapters first, none reaches over the border of two steps of the expand, so that the
-    order in which its parts are added does not depend on who else is there."""
+def items_of(rank: int) -> int:
+    """Of an adapter of so many ranks: 1, 2 or a multiple of 4. So, larger adapters first, none reaches over the border of two steps
+    of the expand, and the order in which its parts are added does not depend on who else is there."""
     n = cdiv(rank, ITEM)
     return n if n <= 2 else 4 * cdiv(n, 4)
 
@@ -44,8 +44,8 @@ def work_items(
         raise ValueError(f"work_items: slots must be distinct and of the {ranks.shape[1]}, got {list(slots)}")
     out = np.zeros((len(ranks), room * FIELDS), np.int32)
     for row, of_slot in zip(out, ranks, strict=True):
-        larger_first = sorted((s for s in slots if of_slot[s] > 0), key=lambda s: (-_items_of(of_slot[s]), s))
-        items = [(s, i * ITEM, of_slot[s]) for s in larger_first for i in range(_items_of(of_slot[s]))]
+        larger_first = sorted((s for s in slots if of_slot[s] > 0), key=lambda s: (-items_of(of_slot[s]), s))
+        items = [(s, i * ITEM, of_slot[s]) for s in larger_first for i in range(items_of(of_slot[s]))]
         if not items:
             continue
         if len(items) > room:

@@ -70,8 +70,9 @@ class Engine:
         self._compiled_at_start = compilations()
 
     def _new_scheduler(self) -> Scheduler:
-        builder = self._runtime.spec.builder
-        return Scheduler(builder.scheduler, builder.cache, self._slots)
+        spec = self._runtime.spec
+        choose = None if spec.item_buckets is None else spec.item_buckets.choose
+        return Scheduler(spec.builder.scheduler, spec.builder.cache, self._slots, choose)
 
     # -- requests --
 

@@ -136,7 +136,7 @@ class Runtime:
         if key.phase == "prompt_logprobs":
             return (self._params, self._stacks), (slot_ids,)
         assert self._slot_ranks is not None
-        items = self._slot_ranks.items(slot_ids, self.spec.builder.most_requests(key))
+        items = self._slot_ranks.items(slot_ids, self.spec.builder.most_requests(key), key.items)
         return (self._params, self._stacks), (slot_ids, items)
 
     def _model_step(self, key: StepKey, rows: Sequence[ScheduledRow]) -> tuple:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from .block_pool import BlockPool
@@ -47,8 +47,15 @@ class Scheduler:
     preempted, and it advances at least in every second step. One with a pending token is not admitted before that is known.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, slots: SlotSource | None = None):
-        """slots: None where no adapters are served."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        slots: SlotSource | None = None,
+        choose_items: Callable[[int, set[Any]], int] | None = None,
+    ):
+        """slots: None where no adapters are served. choose_items: StepKey.items of a decode step of so many rows, from its
+        adapters; None: 0."""
         self.config = config
         self.cache = cache
         self.max_pages_per_seq = cache.pages_for(config.max_model_len)
@@ -56,7 +63,7 @@ class Scheduler:
         self.preemptions = 0
         self._max_prefill_seqs = config.max_prefill_seqs
         self._buckets = {"prefill": config.token_buckets, "decode": config.row_buckets}
-        self._slots = slots
+        self._slots, self._choose_items = slots, choose_items
         self._pool = BlockPool(cache.num_pages)
         self._requests: dict[str, Request] = {}
         self._order: dict[Request, int] = {}  # position in order of arrival
@@ -336,8 +343,10 @@ class Scheduler:
         return ScheduledRow(request, start, n, start + n == end, request.num_sampled)
 
     def _key(self, phase: Literal["prefill", "decode"], n: int, rows: list[ScheduledRow]) -> StepKey:
-        lora = not self.config.specialize_lora or any(row.request.adapter is not None for row in rows)
-        return StepKey(phase, bucket_for(n, self._buckets[phase]), lora)
+        adapters = {row.request.adapter for row in rows} - {None}
+        lora, bucket = not self.config.specialize_lora or bool(adapters), bucket_for(n, self._buckets[phase])
+        choose = self._choose_items if lora and phase == "decode" else None
+        return StepKey(phase, bucket, lora, items=0 if choose is None else choose(bucket, adapters))
 
     def _check_prefill(self, plan: StepPlan) -> None:
         """What the device program relies on: see StepPlan, and the room for page numbers that its bucket has."""

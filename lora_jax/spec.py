@@ -18,7 +18,7 @@ from .device import DeviceSetup
 from .dispatch import Entry, StepTable
 from .errors import ConfigError
 from .kv_cache import kv_shape
-from .lora.active import SlotRanks
+from .lora.active import ItemBuckets, SlotRanks
 from .lora.adapter import TargetSpec
 from .lora.apply import attach
 from .lora.sites import GroupShape, LoRASite, group_shapes, target_specs
@@ -79,7 +79,12 @@ class RuntimeSpec:
 
     @property
     def keys(self) -> list[StepKey]:
-        return step_keys(self.builder.scheduler, self.lora is not None)
+        smaller = {} if self.item_buckets is None else {"smaller": self.item_buckets.smaller}
+        return step_keys(self.builder.scheduler, self.lora is not None, **smaller)
+
+    @property
+    def item_buckets(self) -> ItemBuckets | None:
+        return None if self.lora is None else ItemBuckets(self.lora.config, self.setup.implementation)
 
     def row_settings(self) -> RowSettings:
         """For a runtime of its own."""
@@ -161,18 +166,19 @@ def _adapter_args(spec: RuntimeSpec, key: StepKey) -> tuple[Any, ...]:
     slot_ids = spec.builder.slot_ids((), key.bucket)
     if key.phase == "prompt_logprobs":
         return (_placed(spec, slot_ids),)
-    items = spec.lora.slot_ranks().items(slot_ids, spec.builder.most_requests(key))
+    items = spec.lora.slot_ranks().items(slot_ids, spec.builder.most_requests(key), key.items)
     return _placed(spec, (slot_ids, items))
 
 
 def _wave(spec: RuntimeSpec, key: StepKey) -> int:
     """Programs that hold an equal product or fusion compile one after another: on a GPU the first one's autotuning result
     is then the one of all, and not, where two threads tune at once, sometimes the one and sometimes the other. Plain steps
-    come before LoRA steps; every prefill shares its head with the decode step of as many rows, prompt_logprobs theirs; sampling
-    shares the greedy choice with the decode step of its rows, and logprobs all that full holds."""
+    come before LoRA steps, those before the ones of few items; every prefill shares its head with the decode step of as many
+    rows, prompt_logprobs theirs; sampling shares the greedy choice with the decode step of its rows, and logprobs all that full
+    holds."""
     first = spec.builder.scheduler.token_buckets[0]
     later = {"prefill": 1, "prompt_logprobs": 1 + (key.bucket > first), "sample": 1 + (key.mode == "logprobs")}
-    return 3 * key.lora + later.get(key.phase, 0)
+    return 3 * (key.lora + (key.items > 0)) + later.get(key.phase, 0)
 
 
 def step_entries(spec: RuntimeSpec, params: Any) -> dict[StepKey, Entry]:

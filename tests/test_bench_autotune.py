@@ -85,6 +85,18 @@ def test_bytes_by_hand(setup):
     assert 256 << 20 < op.calls(on_gpu=True) * op.must_read() < 1 << 30 and op.calls(on_gpu=False) == 1
 
 
+def test_steps_for_few_items_are_timed_full(setup):
+    """With as many of the largest adapters as they have room for: 8 items are none of rank 256."""
+    triton = dataclasses.replace(setup, implementation="triton")
+    names = lambda rank: {  # noqa: E731
+        op.name: op.adapters
+        for op in layer_ops.layer_ops(spec_of(triton, max_num_seqs=64, max_loras=32, max_lora_rank=rank), (64,))
+        if op.kind == "qkv"
+    }
+    assert names(16) == {"decode[64] qkv": 0, "decode[64]+lora qkv": 32, "decode[64]+lora[8] qkv": 8}
+    assert names(256) == {"decode[64] qkv": 0, "decode[64]+lora qkv": 32, "decode[64]+lora[64] qkv": 4}
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("lora", [False, True])
 def test_every_op_as_kernels_and_in_plain_jax(rows, lora, interpreted, setup):

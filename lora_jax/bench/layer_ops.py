@@ -16,6 +16,7 @@ from jax import lax
 from lora_jax.kernels.adapters import adapter_counters
 from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.deferred_norm import DeferredNorm
+from lora_jax.kernels.lora_items import items_of
 from lora_jax.kernels.rope_cache import HeadNorms
 
 from ..config import CacheConfig
@@ -25,6 +26,7 @@ from ..models import layers
 from ..models.llama import hf_plan
 from ..models.rope import inv_freq
 from ..spec import RuntimeSpec
+from ..step_keys import StepKey
 from . import kernel_timing as timing
 
 KINDS = ("qkv", "o", "gate_up", "down", "attention")
@@ -46,16 +48,18 @@ CALLS_BYTES, MOST_CALLS = 512 << 20, 32  # read by one program; calls in it
 
 @dataclass(frozen=True)
 class LayerOp:
-    """One kind of op in a decode step of `rows` rows, without adapters or with as many as there are slots and rows."""
+    """One kind of op in a decode step of `rows` rows, without adapters or with as many as it has room for: all that slots and rows
+    can hold, or so many items."""
 
     spec: RuntimeSpec  # of one layer
     kind: str
     rows: int
     lora: bool = False
+    items: int = 0
 
     @property
     def name(self) -> str:
-        return f"decode[{self.rows}]{'+lora' if self.lora else ''} {self.kind}"
+        return f"{StepKey('decode', self.rows, self.lora, items=self.items)} {self.kind}"
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -65,7 +69,11 @@ class LayerOp:
     # ---- what a call reads ----
     @property
     def adapters(self) -> int:
-        return min(self.spec.lora.config.max_loras, self.rows) if self.lora and self.spec.lora else 0
+        if not self.lora or self.spec.lora is None:
+            return 0
+        config = self.spec.lora.config
+        most = self.items // items_of(config.padded_rank) if self.items else config.max_loras
+        return min(most, config.max_loras, self.rows)
 
     @property
     def context(self) -> int:
@@ -154,7 +162,7 @@ class LayerOp:
         if self.lora and self.spec.lora is not None:
             ranks = self.spec.lora.slot_ranks()
             ranks.fill()
-            fixed["items"] = jnp.asarray(ranks.items(slot_ids, rows))
+            fixed["items"] = jnp.asarray(ranks.items(slot_ids, rows, self.items))
         stream, qkv = jax.eval_shape(self._before, fixed)
         fixed["normed"] = _like(stream.normed)
         inputs = {"o": model.num_heads * model.head_dim, "down": model.intermediate_size}
@@ -265,8 +273,11 @@ def layer_ops(spec: RuntimeSpec, rows: tuple[int, ...]) -> list[LayerOp]:
     out = []
     for r in rows:
         out += [LayerOp(spec, kind, r) for kind in KINDS]
-        if spec.lora is not None:
-            out += [LayerOp(spec, kind, r, lora=True) for kind in KINDS[:4] if kind in spec.lora.groups]
+        if spec.lora is None or spec.item_buckets is None:
+            continue
+        for items in (0, *spec.item_buckets.smaller(r)):
+            ops = [LayerOp(spec, kind, r, True, items) for kind in KINDS[:4] if kind in spec.lora.groups]
+            out += [op for op in ops if op.adapters]  # with none there is nothing to time
     return out
 
 

@@ -6,18 +6,40 @@ How a linear gets its adapters depends on the rows of its step alone: with at mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from lora_jax.kernels.lora_items import ITEM, most_items, work_items
+from lora_jax.kernels.lora_items import ITEM, items_of, most_items, work_items
 from lora_jax.kernels.tile_items import most_tile_items, tile_items
 from lora_jax.kernels.tuning import MAX_ROWS, shrink_cut, tile_rows
 
 from ..config import LoRAConfig
 from .adapter import Adapter, TargetSpec
 from .sites import GroupShape, decoder_linears
+
+ROOMS = (8, 64, 512)  # items of adapters: 8 are as many adapters of up to ITEM ranks
+
+
+class ItemBuckets:
+    """The decode steps with adapters of a number of rows: one with room for all that adapters in the slots can be, named 0, and
+    smaller ones, so that a step with few or small adapters does not pay for what it could have held. Without kernels
+    that work item by item there are none."""
+
+    def __init__(self, config: LoRAConfig, implementation: str):
+        self._config, self._rooms = config, ROOMS if implementation == "triton" else ()
+
+    def smaller(self, rows: int) -> tuple[int, ...]:
+        """Rooms below the largest."""
+        config = self._config
+        room = most_items(min(config.max_loras, rows), config.padded_rank)
+        return tuple(n for n in self._rooms if n < room and rows <= MAX_ROWS)
+
+    def choose(self, rows: int, adapters: Iterable[Adapter]) -> int:
+        """The smallest room for these."""
+        needed = sum(items_of(adapter.rank) for adapter in adapters)
+        return next((n for n in self.smaller(rows) if needed <= n), 0)
 
 
 class SlotRanks:
@@ -32,7 +54,7 @@ class SlotRanks:
         if config.places_of_slot == 1:
             self._places[:, 0] = range(max_loras)
         self._padded_rank, self._itemsize, self._num_places = padded_rank, itemsize, config.num_places
-        self._listed: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}  # for each shape the last
+        self._listed: dict[tuple[int, int, int], tuple[Any, np.ndarray]] = {}  # for each shape the last
 
     def put(self, slot: int, places: Sequence[int], adapter: Adapter, targets: Mapping[str, TargetSpec]) -> None:
         """The adapter's weights lie in the slot, in these places, from now on."""
@@ -55,20 +77,25 @@ class SlotRanks:
         """Which places slots have after `fill`."""
         return (np.arange(self._places.size, dtype=np.int32) % self._num_places).reshape(self._places.shape)
 
-    def items(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:
+    def items(self, slot_ids: np.ndarray, requests: int, room: int = 0) -> np.ndarray:
         """What kernels have to compute in a step whose rows, a bucket of them, have these slots, -1: none. Rows of a request lie
-        side by side, and there are at most so many requests. Of `Adapters` (two dimensions) or of `TileAdapters` (three); the
-        shape follows from the two lengths. Read only: while nothing changes it is the same array."""
-        rows, shape = len(slot_ids), (len(slot_ids), requests)
+        side by side, and there are at most so many requests. room: of `ItemBuckets`. Of `Adapters` (two dimensions) or of
+        `TileAdapters` (three); the shape follows from the three numbers. Read only: while nothing changes it is the same array."""
+        rows, shape = len(slot_ids), (len(slot_ids), requests, room)
         used = tuple(sorted(set(slot_ids.tolist()) - {-1})) if rows <= MAX_ROWS else slot_ids.tobytes()
         last = self._listed.get(shape)
         if last is None or last[0] != used:
-            make = self._of_step if rows <= MAX_ROWS else self._of_tiles
-            last = self._listed[shape] = used, make(slot_ids, requests)
+            if rows <= MAX_ROWS:
+                made = self._of_step(slot_ids, room or self._room(rows, requests))
+            else:
+                made = self._of_tiles(slot_ids, requests)
+            last = self._listed[shape] = used, made
         return last[1]
 
-    def _of_step(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:
-        room = most_items(min(self._ranks.shape[1], len(slot_ids), requests), self._padded_rank)
+    def _room(self, rows: int, requests: int) -> int:
+        return most_items(min(self._ranks.shape[1], rows, requests), self._padded_rank)
+
+    def _of_step(self, slot_ids: np.ndarray, room: int) -> np.ndarray:
         return work_items(sorted(set(slot_ids.tolist()) - {-1}), self._ranks, self._padded_rank, room, self._places)
 
     def _of_tiles(self, slot_ids: np.ndarray, requests: int) -> np.ndarray:

@@ -22,7 +22,7 @@ SMALLEST_CARD_BYTES = min(SHARED_BYTES.values())
 
 
 # Of the other kernels of a step: L4 has the least shared memory.
-EVERY_OF_A_STEP = {"h200": 8, "a100": 8, "l4": 2, "h100": 16, "rtx4090": 16}
+EVERY_OF_A_STEP = {"h200": 8, "a100": 8, "l4": 2, "h100": 8, "rtx4090": 8}
 KINDS_OF_A_STEP = {"decode", "prefill", "rope", "product", "deferred", "residual", "swiglu", "norm"}
 
 # Products with adapters inside: no two of every 5 are of one kind and model.
