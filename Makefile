@@ -7,6 +7,7 @@ VENV := .venv
 GPU_VENV := .venv-gpu
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 
 # An environment is brought up to date when the project file or the path of this folder has changed.
 KEY := $(shell (cat pyproject.toml; echo "$(CURDIR)") | cksum | cut -d' ' -f1)
@@ -93,7 +94,7 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 
 pytest: $(TEST_STAMPS)
-	LORA_JAX_GPU_PYTHON="$(GPU_PYTHON)" $(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+	LORA_JAX_GPU_PYTHON="$(GPU_PYTHON)" $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
 test: lint pytest
 

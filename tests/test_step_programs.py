@@ -33,10 +33,10 @@ KERNELS_BESIDE_LAYERS = {
     "prefill[32]": 8,
     "prefill[512]": 8,
     "decode[1]+lora": 14,
-    "decode[8]+lora": 19,
-    "decode[64]+lora": 17,
-    "prefill[32]+lora": 17,
-    "prefill[512]+lora": 20,
+    "decode[8]+lora": 14,
+    "decode[64]+lora": 12,
+    "prefill[32]+lora": 14,
+    "prefill[512]+lora": 14,
 }
 # A shrink and an expand of the head, an expand of the embedding. In a prefill of many tokens also a shrink for each of the four
 # fused linears, which o and down add alone and the others as they rotate, and as they apply silu.

@@ -79,7 +79,7 @@ def lora_linear(
     if bias is not None:
         y = y + bias
     rows = x.size // x.shape[-1]
-    ids = jnp.repeat(slot_ids, rows // slot_ids.shape[0], total_repeat_length=rows) if x.ndim > 2 else slot_ids
+    ids = _of_rows(slot_ids, rows)
     out = _delta(
         y.reshape(rows, -1),
         x.reshape(rows, -1),
@@ -93,6 +93,12 @@ def lora_linear(
         interpret=interpret,
     )
     return out.reshape(y.shape)
+
+
+def _of_rows(slot_ids: jax.Array, rows: int) -> jax.Array:
+    """Slots of the rows that inputs of more dimensions are flattened to."""
+    # Without a number of repeats that is one, or a length: jnp.repeat counts them on the device, in five kernels.
+    return slot_ids if rows == slot_ids.shape[0] else jnp.repeat(slot_ids, rows // slot_ids.shape[0])
 
 
 class LoRALinear(nnx.Linear):
@@ -111,7 +117,7 @@ class LoRAEmbed(nnx.Embed):
         y = super().__call__(inputs)
         op = lora_operands(self)
         rows = inputs.reshape(-1)
-        ids = jnp.repeat(op["slot_ids"], rows.size // op["slot_ids"].shape[0], total_repeat_length=rows.size)
+        ids = _of_rows(op["slot_ids"], rows.size)
         how = dict(implementation=op["implementation"], interpret=op["interpret"])
 
         def shrunk(places):  # [1, rows, rank]
