@@ -33,8 +33,8 @@ KERNELS_BESIDE_LAYERS = {
     "prefill[32]": 8,
     "prefill[512]": 8,
     "decode[1]+lora": 14,
-    "decode[8]+lora": 14,
-    "decode[64]+lora": 12,
+    "decode[8]+lora": 16,
+    "decode[64]+lora": 14,
     "prefill[32]+lora": 14,
     "prefill[512]+lora": 14,
 }
