@@ -133,11 +133,12 @@ class Runtime:
         if not key.lora:
             return (self._params,), ()
         slot_ids = self.spec.builder.slot_ids(rows, key.bucket)
-        if key.phase == "prompt_logprobs":
-            return (self._params, self._stacks), (slot_ids,)
         assert self._slot_ranks is not None
+        end_slots = self._slot_ranks.end_slots(slot_ids)
+        if key.phase == "prompt_logprobs":
+            return (self._params, self._stacks), (end_slots,)
         items = self._slot_ranks.items(slot_ids, self.spec.builder.most_requests(key), key.items)
-        return (self._params, self._stacks), (slot_ids, items)
+        return (self._params, self._stacks), (slot_ids, end_slots, items)
 
     def _model_step(self, key: StepKey, rows: Sequence[ScheduledRow]) -> tuple:
         """(greedy tokens, logits), and the hidden rows of a prefill."""

@@ -167,7 +167,7 @@ def _adapter_args(spec: RuntimeSpec, key: StepKey) -> tuple[Any, ...]:
     if key.phase == "prompt_logprobs":
         return (_placed(spec, slot_ids),)
     items = spec.lora.slot_ranks().items(slot_ids, spec.builder.most_requests(key), key.items)
-    return _placed(spec, (slot_ids, items))
+    return _placed(spec, (slot_ids, slot_ids, items))
 
 
 def _wave(spec: RuntimeSpec, key: StepKey) -> int:

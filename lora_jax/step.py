@@ -47,8 +47,10 @@ class ModelDef:
     def plain(self, params: Params) -> Any:
         return nnx.merge(self.graphdef, jax.tree_util.tree_unflatten(self.treedef, params))
 
-    def with_adapters(self, params: Params, stacks: dict, token_slots: jax.Array, head_slots: jax.Array) -> Any:
-        ids = {"token": token_slots, "head": head_slots}
+    def with_adapters(
+        self, params: Params, stacks: dict, token_slots: jax.Array, embed_slots: jax.Array, head_slots: jax.Array
+    ) -> Any:
+        ids = {"token": token_slots, "embed": embed_slots, "head": head_slots}
         slots = [(path, var.replace(ids[var.rows])) for path, var in self.slots]
         values = [(path, var.replace(stacks[var.group]["ab".index(var.part)])) for path, var in self.stacks]
         state = jax.tree_util.tree_unflatten(self.treedef, params)
@@ -111,19 +113,22 @@ def plain_steps(definition: ModelDef, max_logprobs: int, implementation: str) ->
 
 
 def lora_steps(definition: ModelDef, max_logprobs: int, implementation: str) -> dict[str, Callable]:
-    """As `plain_steps`, with `stacks` after params and `slot_ids` int32 (a row or token each) as last argument; decode and
-    prefill have the items of `SlotRanks` after it."""
+    """As `plain_steps`, with `stacks` after params and last, each int32 for a row or token: `slot_ids` of the decoder's layers,
+    and `end_slots`, those of the embedding and the head, -1 where the adapter has nothing for them. prompt_logprobs has the
+    second alone, decode and prefill have the items of `SlotRanks` after both."""
 
-    def decode_lora_step(params, stacks, kv, last_tokens, meta, slot_ids, items):
-        model = definition.with_adapters(params, stacks, slot_ids, slot_ids)
+    def decode_lora_step(params, stacks, kv, last_tokens, meta, slot_ids, end_slots, items):
+        model = definition.with_adapters(params, stacks, slot_ids, end_slots, end_slots)
         return _decode(model, kv, last_tokens, meta, implementation, items)
 
-    def prefill_lora_step(params, stacks, kv, last_tokens, tokens, meta, page_list, blocks, last, slot_ids, items):
-        model = definition.with_adapters(params, stacks, slot_ids, slot_ids[last[0]])
+    def prefill_lora_step(
+        params, stacks, kv, last_tokens, tokens, meta, page_list, blocks, last, slot_ids, end_slots, items
+    ):
+        model = definition.with_adapters(params, stacks, slot_ids, end_slots, end_slots[last[0]])
         return _prefill(model, kv, last_tokens, tokens, meta, page_list, blocks, last, implementation, items)
 
-    def prompt_logprobs_lora_step(params, stacks, hidden, targets, slot_ids):
-        head = lambda rows, ids: definition.with_adapters(params, stacks, ids, ids).lm_head(rows)  # noqa: E731
-        return _prompt_logprobs(head, targets, max_logprobs, hidden, slot_ids)
+    def prompt_logprobs_lora_step(params, stacks, hidden, targets, end_slots):
+        head = lambda rows, ids: definition.with_adapters(params, stacks, ids, ids, ids).lm_head(rows)  # noqa: E731
+        return _prompt_logprobs(head, targets, max_logprobs, hidden, end_slots)
 
     return {"decode": decode_lora_step, "prefill": prefill_lora_step, "prompt_logprobs": prompt_logprobs_lora_step}

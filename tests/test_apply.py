@@ -79,7 +79,7 @@ def with_adapters(model: Any, stacks: dict, slots: Any) -> Any:
     definition = ModelDef.of(model)
     params = jax.tree.leaves(nnx.state(model, nnx.Param))
     ids = jnp.asarray(slots, jnp.int32)
-    return definition.with_adapters(params, jax.tree.map(jnp.asarray, stacks), ids, ids)
+    return definition.with_adapters(params, jax.tree.map(jnp.asarray, stacks), ids, ids, ids)
 
 
 def single(module: nnx.Module, sites: list[LoRASite], stacks: dict, slots: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_the_plain_model_loads_into_the_attached_one():
 def test_few_leaves_whatever_the_number_of_modules():
     model = attached(Model(nnx.Rngs(0)))
     stacks = nnx.to_flat_state(nnx.state(model, LoRAStack))
-    assert len(stacks) == 2 * len(group_shapes(SITES)) and len(nnx.to_flat_state(nnx.state(model, SlotIds))) == 2
+    assert len(stacks) == 2 * len(group_shapes(SITES)) and len(nnx.to_flat_state(nnx.state(model, SlotIds))) == 3
     assert model.blocks[0].up.lora_a is model.blocks[1].up.lora_a
     assert model.blocks[0].up.lora_slots is model.extra["side"].lora_slots is not model.head.lora_slots
 

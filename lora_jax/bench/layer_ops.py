@@ -192,7 +192,7 @@ class LayerOp:
             there[PLACES] = (jnp.asarray(lora.slot_ranks().filled_places()),)
         if stacks:
             there[self.kind] = stacks
-        layer = lora.definition.with_adapters(params, there, slot_ids, slot_ids).model.layers[0]
+        layer = lora.definition.with_adapters(params, there, *(slot_ids,) * 3).model.layers[0]
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
             object.__setattr__(linear, "lora_layer", number)  # traced: one form of the call for all layers
         return layer

@@ -50,6 +50,7 @@ class SlotRanks:
         max_loras, padded_rank = config.max_loras, config.padded_rank
         self._groups = {name: i for i, name in enumerate(decoder_linears(groups))}
         self._ranks = np.zeros((len(self._groups), max_loras), np.int32)
+        self._at_ends = np.zeros(max_loras, np.bool_)  # slots whose adapters change the embedding or the head
         self._places = np.zeros((max_loras, config.places_of_slot), np.int32)
         if config.places_of_slot == 1:
             self._places[:, 0] = range(max_loras)
@@ -60,11 +61,17 @@ class SlotRanks:
         """The adapter's weights lie in the slot, in these places, from now on."""
         self._listed.clear()
         self._places[slot, : len(places)] = places
-        self._ranks[:, slot] = 0
+        self._ranks[:, slot], self._at_ends[slot] = 0, False
         for module, weights in adapter.modules.items():
             group = self._groups.get(targets[module].group)
-            if group is not None:
+            if group is None:
+                self._at_ends[slot] = True
+            else:
                 self._ranks[group, slot] = max(self._ranks[group, slot], weights.rank)
+
+    def end_slots(self, slot_ids: np.ndarray) -> np.ndarray:
+        """The slots for the embedding and the head: -1 also where an adapter has nothing for them, which costs nothing then."""
+        return np.where((slot_ids >= 0) & self._at_ends[slot_ids], slot_ids, -1).astype(np.int32)
 
     def fill(self) -> None:
         """As if all slots held adapters of the largest rank for all linears: to time kernels without any. Slots share places where

@@ -32,7 +32,7 @@ class LoRAStack(nnx.Variable):
 
 class SlotIds(nnx.Variable):
     """int32 [rows]: each row's device slot, -1 for the base model; an explicit input of the step. Metadata: rows
-    ("token": the decoder's rows, "head": those of the logits)."""
+    ("token": the decoder's, "embed": the embedding's, "head": those of the logits)."""
 
 
 @functools.partial(jax.jit, static_argnames=("slices", "implementation", "interpret"))
@@ -225,13 +225,13 @@ def attach(
     }
     (places,) = variables.get(PLACES, (None,))
     numbers = {name: i for i, name in enumerate(decoder_linears(groups))}
-    slots = {rows: SlotIds(jax.ShapeDtypeStruct((1,), jnp.int32), rows=rows) for rows in ("token", "head")}
+    slots = {rows: SlotIds(jax.ShapeDtypeStruct((1,), jnp.int32), rows=rows) for rows in ("token", "embed", "head")}
     for site in sites:
         module: Any = functools.reduce(lambda m, k: m[k] if isinstance(k, int) else getattr(m, k), site.path, model)
         _swap_class(module, "/".join(map(str, site.path)))
         module.lora_a, module.lora_b = variables[site.group]
         module.lora_places = places
-        module.lora_slots = slots["head" if site.head else "token"]
+        module.lora_slots = slots["head" if site.head else "embed" if site.kind == "embedding" else "token"]
         module.lora_layer, module.lora_slices = site.layer, site.slices
         module.lora_number = numbers.get(site.group)
         module.lora_implementation, module.lora_interpret = implementation, interpret

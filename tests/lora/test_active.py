@@ -164,3 +164,15 @@ def test_rank_rows_are_looked_up_in_the_places_of_a_slot():
     tiles = ranks.items(np.repeat([0, 2], [40, 30]).astype(np.int32), 2)[0]
     assert tiles[:2, 0].tolist() == [7 * ITEM, 2 * ITEM] and (2 << OWNER) + 5 * ITEM + 2 in tiles
     assert (1 << OWNER) + 5 * ITEM not in tiles
+
+
+def test_slots_of_the_embedding_and_the_head():
+    """Only adapters that change one of them are there, until the slot gets another."""
+    ranks, ids = of_slots(), np.array([0, -1, 2, 1, 2], np.int32)
+    assert ranks.end_slots(ids).tolist() == [-1] * 5
+    put(ranks, 0, adapter(m0_q=4))
+    put(ranks, 1, adapter(head=2))
+    put(ranks, 2, adapter(m0_q=4, embed=2))
+    assert ranks.end_slots(ids).tolist() == [-1, -1, 2, 1, 2] and ranks.end_slots(ids).dtype == np.int32
+    put(ranks, 2, adapter(m1_down=3))
+    assert ranks.end_slots(ids).tolist() == [-1, -1, -1, 1, -1]

@@ -77,7 +77,7 @@ def with_adapters(model: Any, config: ModelConfig, slots: np.ndarray) -> Any:
     stacks["down"][1][:, 1] = 0
     params = jax.tree.leaves(nnx.state(model, nnx.Param))
     ids = jnp.asarray(slots)
-    return ModelDef.of(model).with_adapters(params, jax.tree.map(jnp.asarray, stacks), ids, ids)
+    return ModelDef.of(model).with_adapters(params, jax.tree.map(jnp.asarray, stacks), ids, ids, ids)
 
 
 def listed(slots: np.ndarray) -> np.ndarray:
