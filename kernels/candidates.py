@@ -60,7 +60,7 @@ def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, columns, 
     room = 40 << 10 if rows <= 16 else 32 << 10 if not small else 24 << 10 if columns > 64 else 16 << 10
     few = 128 if itemsize < 4 else 32  # rank rows whose h, and whose columns of B, a program can hold for several tiles
     if t.each > 1:
-        if not waits or t.each > 8 or not (t.dense or items * ITEM <= t.chunk <= few):
+        if not waits or slices == 1 or t.each > 8 or not (t.dense or items * ITEM <= t.chunk <= few):
             return False
     elif t.chunk > 64:
         return False

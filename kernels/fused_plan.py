@@ -150,9 +150,9 @@ def with_adapters(
     room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)
     columns = block_n * (1 if expanded else n)
     tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, columns, waits=expanded > 0)
-    # those of one program lie in one slice
-    each = math.gcd(tiles.each, *(width // block_n for width in adapters.slices))
     begun = adapters.begun
+    # those of one program lie in one slice
+    each = math.gcd(tiles.each, *(width // block_n for width in adapters.slices)) if begun is None else 1
     parts, dense = (tiles.parts, tiles.dense) if begun is None else (begun.shape[0], False)
     expanders = expanded // each
     plan = Plan(

@@ -163,7 +163,7 @@ def activate(stream: Stream, linear: nnx.Linear, inputs: StepInputs) -> tuple[St
 def beginnable(linear: nnx.Linear, rows: int, inputs: StepInputs) -> Adapters | None:
     """The adapters that attention may begin for the linear which reads its outputs, None where it does not."""
     own = _residual_weights(linear, rows, inputs)
-    if own is None or own.adapters is None or not takes_shrink(rows, own.adapters.b.shape[2]):
+    if own is None or own.adapters is None or not takes_shrink(rows, own.adapters.rank):
         return None
     return own.adapters
 
