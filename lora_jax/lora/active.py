@@ -22,6 +22,11 @@ from .sites import GroupShape, decoder_linears
 ROOMS = (8, 64, 512)  # items of adapters: 8 are as many adapters of up to ITEM ranks
 
 
+def _largest_room(max_loras: int, requests: int, padded_rank: int) -> int:
+    """Items that adapters of so many requests can be."""
+    return most_items(min(max_loras, requests), padded_rank)
+
+
 class ItemBuckets:
     """The decode steps with adapters of a number of rows: one with room for all that adapters in the slots can be, named 0, and
     smaller ones, so that a step with few or small adapters does not pay for what it could have held. Without kernels
@@ -32,8 +37,7 @@ class ItemBuckets:
 
     def smaller(self, rows: int) -> tuple[int, ...]:
         """Rooms below the largest."""
-        config = self._config
-        room = most_items(min(config.max_loras, rows), config.padded_rank)
+        room = _largest_room(self._config.max_loras, rows, self._config.padded_rank)
         return tuple(n for n in self._rooms if n < room and rows <= MAX_ROWS)
 
     def choose(self, rows: int, adapters: Iterable[Adapter]) -> int:
@@ -100,7 +104,7 @@ class SlotRanks:
         return last[1]
 
     def _room(self, rows: int, requests: int) -> int:
-        return most_items(min(self._ranks.shape[1], rows, requests), self._padded_rank)
+        return _largest_room(self._ranks.shape[1], min(rows, requests), self._padded_rank)
 
     def _of_step(self, slot_ids: np.ndarray, room: int) -> np.ndarray:
         return work_items(sorted(set(slot_ids.tolist()) - {-1}), self._ranks, self._padded_rank, room, self._places)
