@@ -200,26 +200,33 @@ def _add_dense(sums: tuple, starts: tuple, at_slices: tuple, refs: Refs) -> tupl
     """sums + h @ B as a product adds its inputs, whose place all items' rank rows take."""
     plan, chunk, rows, count = refs.plan, refs.plan.tiles.chunk, refs.slot_ids.shape[0], refs.count()
 
-    def body(i, sums):
+    def body(i, carry):
+        sums, b_row = carry
         t, c = positions((plan.padded, chunk), i * chunk)
         inside, out = (t < rows) & (c < count * ITEM), []
         for total, start, at_slice in zip(sums, starts, at_slices, strict=True):
-            b_rn = _b_tile(refs, start, total.shape[1], i, count)
+            b_rn = _b_tile(refs, start, total.shape[1], i, count, b_row)
             for half in range(refs.dense.shape[0]):
                 at = (full(half, t.shape), at_slice * rows + t, c)
                 total = total + dot(plgpu.load(refs.dense.at[at], mask=inside, other=0), b_rn)
             out.append(total)
-        return tuple(out)
+        return tuple(out), _b_rows(refs, i + 1, count)
 
-    return lax.fori_loop(0, pl.cdiv(count * ITEM, chunk), body, sums)
+    # where rows of B lie is known a step ahead: a load whose address is loaded in the same step is not pipelined
+    return lax.fori_loop(0, pl.cdiv(count * ITEM, chunk), body, (sums, _b_rows(refs, 0, count)))[0]
 
 
-def _b_tile(refs: Refs, start, block_n: int, i, count) -> jax.Array:
+def _b_rows(refs: Refs, i, count) -> jax.Array:
+    """Where the i-th chunk of rank rows lies in B."""
+    at = i * refs.plan.tiles.chunk + lax.iota(jnp.int32, refs.plan.tiles.chunk)
+    return plgpu.load(refs.items.at[full(refs.plan.linear, at.shape), at], mask=at < count * ITEM, other=0)
+
+
+def _b_tile(refs: Refs, start, block_n: int, i, count, b_row=None) -> jax.Array:
     """The i-th chunk of rank rows of B, of block_n columns from start on."""
     chunk = refs.plan.tiles.chunk
     r, c = positions((chunk, block_n))
-    at = i * chunk + lax.iota(jnp.int32, chunk)
-    b_row = plgpu.load(refs.items.at[full(refs.plan.linear, at.shape), at], mask=at < count * ITEM, other=0)
+    b_row = _b_rows(refs, i, count) if b_row is None else b_row
     b_row = jnp.broadcast_to(b_row[:, None], r.shape)
     at = (full(refs.layer[0], r.shape), b_row, start + c)
     return plgpu.load(refs.b.at[at], mask=i * chunk + r < count * ITEM, other=0)
