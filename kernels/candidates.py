@@ -58,12 +58,6 @@ def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, columns, 
     staged = (padded_rows(rows) + width) * t.block_k * (2 if itemsize < 4 else 8)
     small = shared <= SMALLEST_CARD and itemsize < 4
     room = 40 << 10 if rows <= 16 else 32 << 10 if not small else 24 << 10 if columns > 64 else 16 << 10
-    few = 128 if itemsize < 4 else 32  # rank rows whose h, and whose columns of B, a program can hold for several tiles
-    if t.each > 1:
-        if not waits or slices == 1 or t.each > 8 or not (t.dense or items * ITEM <= t.chunk <= few):
-            return False
-    elif t.chunk > 64:
-        return False
     return (
         t.groups <= min(cdiv(items, t.items), MOST_PARTS)
         and width <= 128
@@ -71,7 +65,7 @@ def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, columns, 
         and 32 <= t.block_k <= 512
         and inputs % t.block_k == 0
         and t.parts <= min(MOST_PARTS, inputs // t.block_k)
-        and 32 <= t.chunk <= (32 if t.dense and rows > 16 else 128)
+        and 32 <= t.chunk <= (32 if t.joined and rows > 16 and (slices > 1 or inputs > 4096) else 64)
         and staged <= room  # in a product's pipeline, which is sized without it
     )
 
@@ -132,7 +126,7 @@ def candidates(key: Key, around: Any = None, shared: int = SMALLEST_CARD) -> lis
 def _changes(base: Any) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for name, value in dataclasses.asdict(base).items():
-        if name == "dense":
+        if name == "joined":
             out.append({name: not value} if value else {name: True, "chunk": min(base.chunk, 32)})
         elif isinstance(value, bool):
             out.append({name: not value} if name != "vector" else {"vector": not value, "lanes": False})

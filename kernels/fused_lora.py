@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from . import lora_layout as layout
 from .arrivals import when_last
 from .fused_plan import Refs
 from .in_kernel import dot, full, positions, split
-from .lora_items import FIRST, ITEM, RANKS
+from .lora_items import FIRST, ITEM, RANKS, SLOT
 
 POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is NaN instead of a hang
 
@@ -105,19 +106,13 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
         plgpu.atomic_add(refs.counters, (refs.flag(),), jnp.int32(1))
 
     plgpu.store(part_of(part), h, mask=own)  # of each row its own adapter's: another row's inf must not reach this one
-    if not plan.dense:
+    if not plan.joined:
         return arrive()
 
     def join() -> None:
         parts = [plgpu.load(part_of(p), mask=own, other=0) for p in range(plan.parts)]
-        wide = lambda v: jnp.broadcast_to(v[None, :, None], own.shape)  # noqa: E731
-        t, r = (lax.broadcasted_iota(jnp.int32, own.shape, axis) for axis in (0, 2))
-        of_slice, item, listed = pieces_of(lax.iota(jnp.int32, plan.pieces))
-        mask, row = wide(listed) & (t < rows), wide(of_slice * rows) + t
-        if refs.interpret:
-            row = jnp.where(mask, row, refs.dense.shape[1] - 1)
-        for i, half in enumerate(split(functools.reduce(jnp.add, parts), refs.dense.dtype)):
-            plgpu.store(refs.dense.at[full(i, own.shape), row, wide(item * ITEM) + r], half, mask=mask)
+        for i, half in enumerate(split(functools.reduce(jnp.add, parts), refs.joined.dtype)):
+            plgpu.store(refs.joined.at[full(i, own.shape), *at], half, mask=own)
         arrive()
 
     when_last(refs.counters, refs.counter(which), plan.parts, join, interpret=refs.interpret)
@@ -127,7 +122,7 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
 def _finished(refs: Refs) -> jax.Array:
     """Waits for all of h. False: it never came."""
     plan, flag = refs.plan, refs.flag()
-    wanted = pl.cdiv(refs.count(), plan.tiles.items) * (1 if plan.dense else plan.parts)
+    wanted = pl.cdiv(refs.count(), plan.tiles.items) * (1 if plan.joined else plan.parts)
     if refs.interpret:  # programs run one after the other
         return refs.counters[flag] >= wanted
     read = lambda: plgpu.atomic_add(refs.counters, (flag,), jnp.int32(0))  # noqa: E731
@@ -168,68 +163,71 @@ def _h(refs: Refs, at_slice, held: list[jax.Array], column0, count) -> list[jax.
     return split(h.reshape(plan.padded, plan.tiles.chunk), refs.b.dtype)
 
 
-def expand_tiles(n, block_n: int, refs: Refs, put: Callable[..., None]) -> None:
-    """What the n-th program that only expands does: put(column tile, h @ B float32 [padded T, block_n]) for `each` tiles."""
-    plan, count = refs.plan, refs.count()
-    zeros, first = jnp.zeros((plan.padded, block_n), jnp.float32), n * plan.each
-    if plan.each == 1:
-        return put(first, *expand((zeros,), (first * block_n,), refs))
-    b_tile = lambda t, count: _b_tile(refs, (first + t) * block_n, block_n, 0, count)  # noqa: E731
-    ahead = None if plan.dense else b_tile(0, count)  # under way while this program waits
-    finished = True if plan.begun else _finished(refs)
-    at_slice, h = layout.slice_of(first * block_n, plan.slices), []
-    if not plan.dense:
-        assert plan.room * ITEM <= plan.tiles.chunk, "h of several tiles is placed once"
-        h = _h(refs, at_slice, _hold(refs, at_slice, count) if plan.held else [], 0, count)
+class Listed(NamedTuple):
+    """Slot, first rank row and first row of B of each item [J or more], and the slot of each row [padded T], in registers: a step
+    of a pipeline that loads where its next loads go waits for that."""
 
-    def body(carry):
-        t, b_rn = carry
-        if plan.dense:
-            (total,), following = _add_dense((zeros,), ((first + t) * block_n,), (at_slice,), refs), None
-        else:
-            following = b_tile(t + 1, jnp.where(t + 1 < plan.each, count, 0))
-            total = functools.reduce(lambda total, half: total + dot(half, b_rn), h, zeros)
-        put(first + t, total if plan.begun else jnp.where(finished, total, jnp.nan))
-        return t + 1, following
+    slot: jax.Array
+    first: jax.Array
+    b_row: jax.Array
+    slot_ids: jax.Array
 
-    # no loop that would be pipelined: its tiles would fill shared memory
-    lax.while_loop(lambda carry: carry[0] < plan.each, body, (jnp.int32(0), ahead))
+    @classmethod
+    def load(cls, refs: Refs) -> Listed:
+        j, t = lax.iota(jnp.int32, 1 << (refs.plan.room - 1).bit_length()), lax.iota(jnp.int32, refs.plan.padded)
+        there, rows = j < refs.count(), refs.slot_ids.shape[0]
+        b_row = plgpu.load(refs.items.at[full(refs.plan.linear, j.shape), j * ITEM], mask=there, other=0)
+        slot_ids = plgpu.load(refs.slot_ids.at[t], mask=t < rows, other=-1)
+        return cls(refs.field(SLOT, j, there), refs.field(FIRST, j, there), b_row, slot_ids)
+
+    def pick(self, values: jax.Array, j) -> jax.Array:
+        return jnp.sum(jnp.where(lax.iota(jnp.int32, values.shape[0]) == j, values, 0))
 
 
-def _add_dense(sums: tuple, starts: tuple, at_slices: tuple, refs: Refs) -> tuple[jax.Array, ...]:
-    """sums + h @ B as a product adds its inputs, whose place all items' rank rows take."""
+def _add_joined(sums: tuple, starts: tuple, at_slices: tuple, refs: Refs, listed: Listed) -> tuple[jax.Array, ...]:
+    """sums + h @ B, in steps that are pipelined like a product's. Of h only a row's own is loaded, the rest of a tile is zero."""
     plan, chunk, rows, count = refs.plan, refs.plan.tiles.chunk, refs.slot_ids.shape[0], refs.count()
+    halves = range(refs.joined.shape[0])
 
-    def body(i, carry):
-        sums, b_row = carry
-        t, c = positions((plan.padded, chunk), i * chunk)
-        inside, out = (t < rows) & (c < count * ITEM), []
-        for total, start, at_slice in zip(sums, starts, at_slices, strict=True):
-            b_rn = _b_tile(refs, start, total.shape[1], i, count, b_row)
-            for half in range(refs.dense.shape[0]):
-                at = (full(half, t.shape), at_slice * rows + t, c)
-                total = total + dot(plgpu.load(refs.dense.at[at], mask=inside, other=0), b_rn)
-            out.append(total)
-        return tuple(out), _b_rows(refs, i + 1, count)
+    def body(i, sums):
+        (t, c), r = positions((plan.padded, chunk)), lax.iota(jnp.int32, chunk)
+        own, column, b_row = jnp.zeros(t.shape, jnp.bool_), jnp.zeros(t.shape, jnp.int32), jnp.zeros(r.shape, jnp.int32)
+        for item in range(chunk // ITEM):
+            j, here = i * (chunk // ITEM) + item, lax.div(c, ITEM) == item
+            has = (listed.slot_ids == listed.pick(listed.slot, j)) & (j < count)
+            own |= here & jnp.broadcast_to(has[:, None], own.shape)
+            if plan.rank > ITEM:
+                column = jnp.where(here, listed.pick(listed.first, j), column)
+            b_row = jnp.where(lax.div(r, ITEM) == item, listed.pick(listed.b_row, j), b_row)
+        column, b_row = column + lax.rem(c, ITEM), b_row + jnp.minimum(lax.rem(r, ITEM), refs.place - 1)
+        out = []
+        for of_halves, start, at_slice in zip(sums, starts, at_slices, strict=True):
+            b_rn = _b_tile(refs, start, of_halves[0].shape[1], i, count, b_row)
+            at = [(full(half, t.shape), at_slice * rows + t, column) for half in halves]
+            h = [plgpu.load(refs.joined.at[of], mask=own, other=0) for of in at]
+            out.append(tuple(total + dot(half, b_rn) for total, half in zip(of_halves, h, strict=True)))
+        return tuple(out)
 
-    # where rows of B lie is known a step ahead: a load whose address is loaded in the same step is not pipelined
-    return lax.fori_loop(0, pl.cdiv(count * ITEM, chunk), body, (sums, _b_rows(refs, 0, count)))[0]
+    # a sum for each half, so that one product does not wait for the other
+    first = tuple((total, *(jnp.zeros(total.shape, jnp.float32) for _ in halves[1:])) for total in sums)
+    last = lax.fori_loop(0, pl.cdiv(count * ITEM, chunk), body, first)
+    return tuple(functools.reduce(jnp.add, of_halves) for of_halves in last)
 
 
-def _b_rows(refs: Refs, i, count) -> jax.Array:
-    """Where the i-th chunk of rank rows lies in B."""
-    at = i * refs.plan.tiles.chunk + lax.iota(jnp.int32, refs.plan.tiles.chunk)
-    return plgpu.load(refs.items.at[full(refs.plan.linear, at.shape), at], mask=at < count * ITEM, other=0)
-
-
-def _b_tile(refs: Refs, start, block_n: int, i, count, b_row=None) -> jax.Array:
-    """The i-th chunk of rank rows of B, of block_n columns from start on."""
+def _b_tile(refs: Refs, start, block_n: int, i, count, b_row: jax.Array | None = None) -> jax.Array:
+    """The i-th chunk of rank rows of B, which are `b_row`, of block_n columns from start on."""
     chunk = refs.plan.tiles.chunk
     r, c = positions((chunk, block_n))
-    b_row = _b_rows(refs, i, count) if b_row is None else b_row
-    b_row = jnp.broadcast_to(b_row[:, None], r.shape)
-    at = (full(refs.layer[0], r.shape), b_row, start + c)
+    if b_row is None:
+        at = i * chunk + lax.iota(jnp.int32, chunk)
+        b_row = plgpu.load(refs.items.at[full(refs.plan.linear, at.shape), at], mask=at < count * ITEM, other=0)
+    at = (full(refs.layer[0], r.shape), jnp.broadcast_to(b_row[:, None], r.shape), start + c)
     return plgpu.load(refs.b.at[at], mask=i * chunk + r < count * ITEM, other=0)
+
+
+def expand_alone(start, block_n: int, refs: Refs) -> jax.Array:
+    """h @ B, float32 [padded T, block_n], for block_n columns from start on."""
+    return expand((jnp.zeros((refs.plan.padded, block_n), jnp.float32),), (start,), refs)[0]
 
 
 def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
@@ -237,9 +235,10 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
     plan = refs.plan
     block_n, chunk, count = sums[0].shape[1], plan.tiles.chunk, refs.count()
     at_slices = tuple(layout.slice_of(start, plan.slices) for start in starts)
-    if plan.dense:
+    if plan.joined:
+        listed = Listed.load(refs)
         finished = _finished(refs)
-        sums = _add_dense(sums, starts, at_slices, refs)
+        sums = _add_joined(sums, starts, at_slices, refs, listed)
         return tuple(jnp.where(finished, total, jnp.nan) for total in sums)
 
     def b_tiles(i) -> tuple[jax.Array, ...]:

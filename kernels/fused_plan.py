@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +19,9 @@ MOST_HELD = 64  # ranks
 
 
 class Plan(NamedTuple):
-    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product, `each` so many
-    column tiles. parts: that h is made in. begun: whether it is there already, else this kernel shrinks. dense: whether the
-    last program to come adds the parts up, into one matrix of all items, rather than all that read them."""
+    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product, a tile of columns
+    each. parts: that h is made in. begun: whether it is there already, else this kernel shrinks. joined: whether
+    the last program to come adds the parts up, rather than all that read them."""
 
     slices: tuple[int, ...]
     linear: int
@@ -31,10 +30,9 @@ class Plan(NamedTuple):
     rank: int
     tiles: LoRATiles
     expanders: int
-    each: int
     parts: int
     begun: bool
-    dense: bool
+    joined: bool
 
     @property
     def shrinkers(self) -> int:
@@ -73,7 +71,7 @@ class Refs(NamedTuple):
     items: Any
     layer: Any
     h: Any  # [P, n * T, max(16, R)] float32: parts of x @ A^T of each row's own adapter, else anything
-    dense: Any  # [H, n * T, J * ITEM], if Plan.dense: their sums in halves, zeros where a row has another adapter
+    joined: Any  # [H, n * T, max(16, R)], if Plan.joined: their sums, in halves
     counters: Any
     plan: Plan
     interpret: bool
@@ -151,12 +149,9 @@ def with_adapters(
     columns = block_n * (1 if expanded else n)
     tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, columns, waits=expanded > 0)
     begun = adapters.begun
-    # those of one program lie in one slice
-    each = math.gcd(tiles.each, *(width // block_n for width in adapters.slices)) if begun is None else 1
-    parts, dense = (tiles.parts, tiles.dense) if begun is None else (begun.shape[0], False)
-    expanders = expanded // each
+    parts, joined = (tiles.parts, tiles.joined) if begun is None else (begun.shape[0], False)
     plan = Plan(
-        adapters.slices, adapters.linear, padded, room, rank, tiles, expanders, each, parts, begun is not None, dense
+        adapters.slices, adapters.linear, padded, room, rank, tiles, expanded, parts, begun is not None, joined
     )
     b = adapters.b.reshape(layers, places * place, outputs)
     first = adapters.a if begun is None else begun
@@ -165,10 +160,10 @@ def with_adapters(
     results = [like(arrivals.shape, arrivals.dtype)]
     if begun is None:
         results.append(like((parts, n * rows + interpret, max(ITEM, rank)), jnp.float32))
-    if dense:
-        results.append(like((halves(dtype), n * rows + interpret, room * ITEM), dtype))
-    assert expanded or not tiles.spread and each == 1, "a product that waits for programs behind it"
-    programs = plan.shrinkers + grid[0] * grid[1] + expanders
+    if joined:
+        results.append(like((halves(dtype), n * rows + interpret, max(ITEM, rank)), dtype))
+    assert expanded or not tiles.spread, "a product that waits for programs behind it"
+    programs = plan.shrinkers + grid[0] * grid[1] + expanded
     return Call((*given, *more), tuple(results), (programs,), plan)
 
 

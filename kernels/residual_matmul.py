@@ -98,7 +98,7 @@ def _kernel(*refs, block_n: int, block_k: int, parts: int, plan: Plan | None, in
         return product(pl.program_id(0), pl.program_id(1))
 
     def expand(n) -> None:
-        lora.expand_tiles(n, block_n, adapters, lambda tile, acc: arrive(acc, tile, parts))
+        arrive(lora.expand_alone(n * block_n, block_n, adapters), n, parts)
 
     lora.run(y, adapters, results[0].shape[1] // block_n, parts, product, expand)
 

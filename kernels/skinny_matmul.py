@@ -146,7 +146,7 @@ def _kernel(*refs, block_n: int, block_k: int, parts: int, eps: float | None, pl
 
     def expand(n) -> None:
         before = inverse()
-        lora.expand_tiles(n, block_n, adapters, lambda tile, acc: store(acc, parts, tile * block_n, before))
+        store(lora.expand_alone(n * block_n, block_n, adapters), parts, n * block_n, before)
 
     lora.run(x, adapters, out.shape[2] // block_n, parts, product, expand)
 

@@ -140,23 +140,22 @@ def swiglu_tiles(rows: int, inputs: int, outputs: int, itemsize: int) -> MatmulT
 @dataclass(frozen=True)
 class LoRATiles:
     """Inside a product of few rows: groups * parts programs shrink, `items` items a pass and block_k inputs a step; chunk rank
-    rows a step of the expand. dense: the last program of a pass adds its parts up, into a matrix that the expand reads like a
-    product its inputs, else all that read parts do and each finds its rows' own. spread: those that shrink lie among the programs
+    rows a step of the expand. joined: the last program of a pass adds its parts up, and the expand reads h like a product
+    its inputs, else all that read parts do and each finds its rows' own. spread: those that shrink lie among the programs
     of the product, else before them all: cards deal programs out in runs, to neighbours that share their way to memory, so this
-    evens out a product of one round. each: column tiles of a program that only expands."""
+    evens out a product of one round."""
 
     groups: int
     items: int
     parts: int
     block_k: int
     chunk: int
-    dense: bool
+    joined: bool
     spread: bool
-    each: int
 
 
 FEW_ITEMS = 8  # up to which a program that waited finds its rows' own faster than it reads a matrix
-SHRINKERS = 32  # programs that shrink many items for many rows: more would keep a product's own from the first round
+SHRINKERS = 64  # programs that shrink many items for many rows; half as many beside large tiles, whose registers they share
 
 
 @rule
@@ -177,19 +176,16 @@ def lora_tiles(
     if many and crowd:
         while _ceil_power(2 * together * slices) * ITEM <= (columns if itemsize < 4 else 64):
             together *= 2
-        wanted = min(SHRINKERS * (1 if inputs <= 4096 else 2) // min(cdiv(items, together), 16), 16)
+        wanted = min(SHRINKERS // (1 if waits else 2) // min(cdiv(items, together), 16), 16)
         parts = cdiv(inputs // block_k, cdiv(inputs // block_k, wanted))  # none of them empty
     elif many and inputs <= 4096:
         together = max(1, 4 // slices)
     parts = max(1, min(16, parts, inputs // block_k))
     groups = min(cdiv(items, together), 16 if many and crowd else 8)
-    dense, spread, each = crowd or not waits, many and waits and slices > 1, 1
-    chunk = 32 if many and (dense or itemsize == 4) else 64
-    if spread and crowd:
-        each = 4
-    elif spread and itemsize < 4:  # one chunk: then a program expands four tiles with the h that it has
-        chunk, each = 64 if items <= 4 else 128, 4
-    return LoRATiles(groups, together, parts, block_k, chunk, dense, spread, each)
+    spread = many and waits and slices > 1
+    joined = crowd or spread or not waits
+    chunk = 32 if many and itemsize == 4 or many and joined and not (crowd and short and slices == 1) else 64
+    return LoRATiles(groups, together, parts, block_k, chunk, joined, spread)
 
 
 TILE_SHRINKERS = 256  # programs wanted in a grid that shrinks tiles of rows: two a multiprocessor of the largest cards

@@ -49,11 +49,3 @@ def test_steps_with_stored_tiles():
     for tiles in found:
         spec = dataclasses.replace(spec_of(16, 16), lora_tiles=TileTable.of({key: tiles}))
         assert trace(spec, lambda step: step.phase == "decode" and step.bucket == 16)
-
-
-@pytest.mark.parametrize("items", [4, 16, 64])
-def test_products_of_one_slice_expand_a_tile_a_program(items):
-    """Those whose tiles join the residual stream cannot run interpreted otherwise, so nobody would have checked them."""
-    for rows in (8, 64):
-        key = Key("lora_tiles", (rows, 4096, 1, items, 2, 64, True))
-        assert all(tiles.each == 1 for tiles in candidates.candidates(key, None, candidates.LARGEST_CARD))

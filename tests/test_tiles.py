@@ -115,7 +115,7 @@ def test_candidates_keep_what_kernels_need():
             if key.rule == "swiglu_tiles":
                 assert 11008 % t.block_n == 0 and 4096 % t.block_k == 0 and t.parts == 1
             if key.rule == "lora_tiles":
-                assert 4096 % t.block_k == 0 and t.groups <= 8 and t.chunk in (32, 64) and t.each == 1
+                assert 4096 % t.block_k == 0 and t.groups <= 8 and t.chunk in (32, 64)
     groups = [t for t in candidates(Key("attention_tiles", (8, 8, 4, 256, 128, 2))) if t.vector or t.lanes]
     assert groups == []  # one query head a program would leave three of four out
     assert any(not t.vector for t in candidates(ATTENTION)) and candidates(Key("norm_warps", (8, 4096))) == []

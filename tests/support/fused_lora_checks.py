@@ -263,7 +263,7 @@ def _arrivals(case: Case, number: int) -> int:
     """How often programs come, for so many items."""
     room, itemsize = most_items(len(case.own_ranks), case.padded_rank), checks.oracle.numpy_dtype(case.dtype).itemsize
     tiles = tiles_of(case.op, case.rows, case.inputs, case.slices, room, itemsize)
-    return -(-number // tiles.items) * (1 if tiles.dense else tiles.parts)
+    return -(-number // tiles.items) * (1 if tiles.joined else tiles.parts)
 
 
 def check(given: Given, form: str) -> Any:
