@@ -150,9 +150,7 @@ def with_adapters(
     tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, columns, waits=expanded > 0)
     begun = adapters.begun
     parts, joined = (tiles.parts, tiles.joined) if begun is None else (begun.shape[0], False)
-    plan = Plan(
-        adapters.slices, adapters.linear, padded, room, rank, tiles, expanded, parts, begun is not None, joined
-    )
+    plan = Plan(adapters.slices, adapters.linear, padded, room, rank, tiles, expanded, parts, begun is not None, joined)
     b = adapters.b.reshape(layers, places * place, outputs)
     first = adapters.a if begun is None else begun
     more = (first, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)

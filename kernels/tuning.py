@@ -155,7 +155,9 @@ class LoRATiles:
 
 
 FEW_ITEMS = 8  # up to which a program that waited finds its rows' own faster than it reads a matrix
-SHRINKERS = 64  # programs that shrink many items for many rows; half as many beside large tiles, whose registers they share
+SHRINKERS = (
+    64  # programs that shrink many items for many rows; half as many beside large tiles, whose registers they share
+)
 
 
 @rule
