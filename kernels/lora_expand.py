@@ -84,30 +84,38 @@ def _one_row(
     slices: tuple[int, ...],
     tiles: ExpandTiles,
 ):
-    """Program (row, column tile). For few rows, where bandwidth is all that counts."""
-    row, tile = pl.program_id(0), pl.program_id(1)
-    slot, lay = slots[row], layer[0]
+    """Program (`turns` rows one after the other, column tile). For few rows, where bandwidth is all that counts."""
+    first, tile, lay = pl.program_id(0) * tiles.turns, pl.program_id(1), layer[0]
     parts, rank = h.shape[0], b.shape[2]
     ragged = any(size % tiles.block_n for size in slices)
     padded_parts = 1 << (parts - 1).bit_length()
     in_parts = jnp.broadcast_to((lax.iota(jnp.int32, padded_parts) < parts)[:, None], (padded_parts, tiles.block_r))
+    turns = lax.iota(jnp.int32, tiles.turns)
+    own = plgpu.load(slots.at[first + turns], mask=first + turns < slots.shape[0], other=-1)  # in one load
 
-    @pl.when(slot >= 0)
-    def _():
-        index, column, end = _locate(tile, slices, tiles.block_n)
-        columns = pl.ds(column, tiles.block_n)
-        in_n = column + lax.iota(jnp.int32, tiles.block_n) < end if ragged else None
-        # Loaded before the sums, which wait: a program's time is that of its loads, one after the other.
-        y_n = plgpu.load(out.at[row, columns], mask=in_n, other=None if in_n is None else 0)
-        delta = jnp.zeros((tiles.block_n,), jnp.float32)
-        for r in range(0, rank, tiles.block_r):
-            b_at = b.at[lay, slot, pl.ds(r, tiles.block_r), columns]
-            b_mask = None if in_n is None else jnp.broadcast_to(in_n[None, :], (tiles.block_r, tiles.block_n))
-            b_rn = plgpu.load(b_at, mask=b_mask, other=None if in_n is None else 0)
-            h_at = h.at[pl.ds(0, padded_parts), row, pl.ds(index * rank + r, tiles.block_r)]
-            h_pr = h_at[...] if parts == padded_parts else plgpu.load(h_at, mask=in_parts, other=0.0)
-            delta += jnp.sum(b_rn.astype(jnp.float32) * jnp.sum(h_pr, axis=0)[:, None], axis=0)
-        plgpu.store(out.at[row, columns], (y_n.astype(jnp.float32) + delta).astype(out.dtype), mask=in_n)
+    def turn(i, _):
+        row, slot = first + i, jnp.sum(jnp.where(turns == i, own, 0))
+
+        @pl.when(slot >= 0)
+        def _():
+            index, column, end = _locate(tile, slices, tiles.block_n)
+            columns = pl.ds(column, tiles.block_n)
+            in_n = column + lax.iota(jnp.int32, tiles.block_n) < end if ragged else None
+            # Loaded before the sums, which wait: a program's time is that of its loads, one after the other.
+            y_n = plgpu.load(out.at[row, columns], mask=in_n, other=None if in_n is None else 0)
+            delta = jnp.zeros((tiles.block_n,), jnp.float32)
+            for r in range(0, rank, tiles.block_r):
+                b_at = b.at[lay, slot, pl.ds(r, tiles.block_r), columns]
+                b_mask = None if in_n is None else jnp.broadcast_to(in_n[None, :], (tiles.block_r, tiles.block_n))
+                b_rn = plgpu.load(b_at, mask=b_mask, other=None if in_n is None else 0)
+                h_at = h.at[pl.ds(0, padded_parts), row, pl.ds(index * rank + r, tiles.block_r)]
+                h_pr = h_at[...] if parts == padded_parts else plgpu.load(h_at, mask=in_parts, other=0.0)
+                delta += jnp.sum(b_rn.astype(jnp.float32) * jnp.sum(h_pr, axis=0)[:, None], axis=0)
+            plgpu.store(out.at[row, columns], (y_n.astype(jnp.float32) + delta).astype(out.dtype), mask=in_n)
+
+        return 0
+
+    lax.fori_loop(0, tiles.turns, turn, 0)
 
 
 def _many_rows(
@@ -169,7 +177,7 @@ def _triton(y, h, b, slot_ids, layer, slices: tuple[int, ...], *, interpret: boo
     return pl.pallas_call(
         functools.partial(kernel, slices=slices, tiles=tiles),
         out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
-        grid=(layout.cdiv(rows, tiles.block_t), sum(layout.cdiv(size, tiles.block_n) for size in slices)),
+        grid=(layout.cdiv(rows, tiles.block_t * tiles.turns), sum(layout.cdiv(size, tiles.block_n) for size in slices)),
         input_output_aliases={4: 0},
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         name=f"lora_expand{kernel.__name__}",

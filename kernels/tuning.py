@@ -37,11 +37,12 @@ class ShrinkTiles:
 
 @dataclass(frozen=True)
 class ExpandTiles:
-    """block_t rows, block_n columns, block_r rank rows a step."""
+    """block_t rows at a time, block_n columns, block_r rank rows a step; a program does `turns` such tiles of rows."""
 
     block_t: int
     block_n: int
     block_r: int
+    turns: int
     num_warps: int
     num_stages: int
 
@@ -91,8 +92,12 @@ def expand_tiles(rows: int, slices: tuple[int, ...], rank: int, itemsize: int) -
     if block_t == 1:
         block_r = min(rank, 64)
         block_n = min(_clamp_power(2048 // block_r, 64, 256), widest)
-        return ExpandTiles(1, block_n, block_r, _warps(block_r * block_n), num_stages=1)
-    return ExpandTiles(block_t, min(128, widest), min(rank, 32), num_warps=4, num_stages=1)
+        programs = rows * sum(cdiv(size, block_n) for size in slices)
+        turns = _clamp_power(
+            programs // (2 * ROW_PROGRAMS), 1, 16
+        )  # a program takes time also where no row has an adapter
+        return ExpandTiles(1, block_n, block_r, turns, _warps(block_r * block_n), num_stages=1)
+    return ExpandTiles(block_t, min(128, widest), min(rank, 32), 1, num_warps=4, num_stages=1)
 
 
 @dataclass(frozen=True)

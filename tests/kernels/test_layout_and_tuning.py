@@ -56,7 +56,8 @@ def test_shrink_tiles_cover_every_input_once(rows: int, size: int, ranks: int, i
 def test_expand_tiles(rows: int, slices: tuple[int, ...], rank: int, itemsize: int) -> None:
     tiles = expand_tiles(rows, slices, rank, itemsize)
     assert rank % tiles.block_r == 0
-    assert all(map(is_power, (tiles.block_t, tiles.block_n, tiles.block_r, tiles.num_warps)))
+    assert all(map(is_power, (tiles.block_t, tiles.block_n, tiles.block_r, tiles.turns, tiles.num_warps)))
+    assert tiles.turns == 1 or tiles.block_t == 1
     if tiles.block_t > 1:
         operands = max(tiles.block_r, 16) * (tiles.block_t + tiles.block_n) * 4  # widened to float32
         assert operands * tiles.num_stages <= 96 << 10, "more shared memory than the smallest card has"

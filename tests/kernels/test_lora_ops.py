@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +103,30 @@ def test_the_tolerance_tells_a_wrong_slot(case: Case, implementation: str) -> No
     want, tolerance = oracle(case, given, wrong)
     beyond = np.abs(out.astype(np.float64) - want) > tolerance
     assert (beyond.mean(axis=1) > 0.9).all()
+
+
+@pytest.mark.parametrize("linear", ("tiny.qkv", "tiny.ragged"))
+@pytest.mark.parametrize("rows", (3, 8, 9))
+def test_a_program_takes_several_rows(monkeypatch, rows: int, linear: str) -> None:
+    """Fewer of them than it has turns, as many, and a rest."""
+    module = sys.modules["lora_jax.kernels.lora_expand"]
+    rule, used = module.expand_tiles, []
+
+    def tiles(*args: Any) -> Any:
+        used.append(dataclasses.replace(rule(*args), turns=4))
+        return used[-1]
+
+    monkeypatch.setattr(module, "expand_tiles", tiles)
+    for mix in MIXES:
+        case = Case(LINEARS[linear], rows, 8, mix, "float32")
+        given = operands(case)
+        h = lora_shrink(*given[:2], given.slot_ids, given.layer, implementation="xla")
+        how = dict(slices=case.linear.slices, implementation="triton", interpret=True)
+        out = np.asarray(lora_expand(given.y, h, given.b, given.slot_ids, given.layer, **how))
+        want, tolerance = oracle(case, given, given.slot_ids)
+        np.testing.assert_array_less(np.abs(out.astype(np.float64) - want), tolerance + 1e-300)
+        assert bits(out[given.slot_ids < 0]) == bits(given.y[given.slot_ids < 0])
+    assert {t.block_t for t in used} == {1}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
