@@ -22,6 +22,8 @@ from .tile_items import b_row_of
 from .tiled_lora import TileAdapters, check_tile_adapters, h_shape, items_of, tile_of_items
 from .tuning import ExpandCut, expand_cut
 
+LISTED = 32  # items, a warp's lanes
+
 
 class LoRASum(NamedTuple):
     """y + h @ B [T, N], left to whoever reads it: y the product alone, h of `lora_shrink_tiles`."""
@@ -94,10 +96,15 @@ class Static(NamedTuple):
     linear: int
     block_t: int
     tiles: int
+    place: int  # Q
+    most: int  # items of a tile
 
     @classmethod
     def of(cls, adapters: TileAdapters) -> Static:
-        return cls(adapters.slices, adapters.linear, adapters.block_t, adapters.tiles)
+        _, places, place, _ = adapters.b.shape
+        slots, pieces = (places, 1) if adapters.places is None else adapters.places.shape
+        most = min(adapters.block_t, slots) * layout.cdiv(place * pieces, ITEM)
+        return cls(adapters.slices, adapters.linear, adapters.block_t, adapters.tiles, place, most)
 
 
 def operands(h: jax.Array, adapters: TileAdapters) -> tuple[jax.Array, ...]:
@@ -124,23 +131,35 @@ def tile_deltas(
         at = lambda q: (full(at_slice, t.shape), full(q, t.shape), full(item, t.shape), t, k)  # noqa: E731
         return [plgpu.load(h.at[at(q)]) for q in range(h.shape[1])]
 
-    def body(i, sums):
-        item = begin + i
-        number = lists[static.linear, item, pl.ds(0, ITEM)]
-        b_row = b_row_of(number)
-        r, c = positions((ITEM, width))
-        there = jnp.broadcast_to((number >= 0)[:, None], r.shape)
-        h_tr = [h_of(at_slice, item) for at_slice in at_slices] * (len(starts) // len(at_slices))
-        out = []
-        for total, start, halves in zip(sums, starts, h_tr, strict=True):
-            at = (full(layer[0], r.shape), jnp.broadcast_to(b_row[:, None], r.shape), start + c)
-            b_rn = plgpu.load(b.at[at], mask=there, other=0)
-            for half in halves:
-                total = total + dot(half, b_rn)
-            out.append(total)
-        return tuple(out)
+    lane = lax.iota(jnp.int32, min(LISTED, max(1, 1 << (static.most - 1).bit_length())))
 
-    return lax.fori_loop(0, count, body, tuple(jnp.zeros((static.block_t, width), jnp.float32) for _ in starts))
+    def some(window, sums):
+        """As many items as lanes. Their rows of B lie in a register: a step of a pipeline that loads where its next loads go waits
+        for that."""
+        first = window * lane.shape[0]
+        at = (full(static.linear, lane.shape), begin + first + lane, full(0, lane.shape))
+        listed = b_row_of(plgpu.load(lists.at[at], mask=first + lane < count, other=0))
+
+        def body(i, sums):
+            r, c = positions((ITEM, width))
+            b_row = jnp.sum(jnp.where(lane == i, listed, 0)) + jnp.minimum(
+                r, static.place - 1
+            )  # of too many: h is zero
+            h_tr = [h_of(at_slice, begin + first + i) for at_slice in at_slices] * (len(starts) // len(at_slices))
+            out = []
+            for total, start, halves in zip(sums, starts, h_tr, strict=True):
+                b_rn = plgpu.load(b.at[full(layer[0], r.shape), b_row, start + c])
+                for half in halves:
+                    total = total + dot(half, b_rn)
+                out.append(total)
+            return tuple(out)
+
+        return lax.fori_loop(0, jnp.minimum(count - first, lane.shape[0]), body, sums)
+
+    zeros = tuple(jnp.zeros((static.block_t, width), jnp.float32) for _ in starts)
+    if static.most <= lane.shape[0]:
+        return some(0, zeros)
+    return lax.fori_loop(0, pl.cdiv(count, lane.shape[0]), some, zeros)
 
 
 def _place(cut: ExpandCut, static: Static, tokens: int) -> tuple[Any, ...]:

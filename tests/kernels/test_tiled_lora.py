@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lora_jax.kernels import tiled_expand
 from lora_jax.kernels.rope_cache import lora_rope_to_cache
 from lora_jax.kernels.tiled_expand import lora_add, lora_silu_mul
 from lora_jax.kernels.tiled_lora import fits_tiles, lora_shrink_tiles
@@ -68,6 +69,17 @@ def test_cuts(name, group, parts):
     checks.close(
         case.added(FORMS["triton"], ShrinkCut(group, 32, parts, 4, 3), ExpandCut(64, 4, 3)), case.sums(), jnp.bfloat16
     )
+
+
+@pytest.mark.parametrize(("rows", "listed"), [(151, 2), (152, 4)])
+def test_more_items_than_are_listed_at_a_time(monkeypatch, rows, listed):
+    """Of numbers of rows that no other test has, for what was traced is kept."""
+    monkeypatch.setattr(tiled_expand, "LISTED", listed)
+    case = make("gate_up", mixed_ids(rows), 32, jnp.bfloat16)
+    counts = np.asarray(case.adapters.items)[:, case.adapters.room :, 1]
+    assert counts.max() > listed and (counts % listed).any()
+    checks.check_add(case, FORMS["triton"], cut=PARTS)
+    checks.check_silu_mul(case, FORMS["triton"], cut=PARTS)
 
 
 @pytest.mark.parametrize("group", [1, 2])
