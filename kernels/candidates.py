@@ -65,7 +65,7 @@ def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, columns, 
         and 32 <= t.block_k <= 512
         and inputs % t.block_k == 0
         and t.parts <= min(MOST_PARTS, inputs // t.block_k)
-        and 32 <= t.chunk <= (32 if t.joined and rows > 16 and (slices > 1 or inputs > 4096) else 64)
+        and 32 <= t.chunk <= (32 if t.joined and (slices > 1 or inputs > 4096) else 64)
         and staged <= room  # in a product's pipeline, which is sized without it
     )
 

@@ -191,7 +191,8 @@ def lora_tiles(
     groups = min(cdiv(items, together), 16 if many and crowd else 8)
     spread = many and waits and slices > 1
     joined = crowd or spread or not waits
-    chunk = 32 if many and itemsize == 4 or many and joined and not (crowd and short and slices == 1) else 64
+    long = itemsize < 4 and (not joined or crowd and short and slices == 1)
+    chunk = 64 if long or rows <= 16 and not joined else 32
     return LoRATiles(groups, together, parts, block_k, chunk, joined, spread)
 
 
