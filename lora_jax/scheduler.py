@@ -207,7 +207,10 @@ class Scheduler:
                 rows.append(ScheduledRow(request, start, 1, True, index))
         if not rows:
             return None
-        return StepPlan("decode", rows, self._key("decode", len(rows), rows))
+        key = self._key("decode", len(rows), rows)
+        if key.lora:  # rows of an adapter side by side: a tile of many rows then has few adapters to go through
+            rows.sort(key=lambda row: row.request.slot)
+        return StepPlan("decode", rows, key)
 
     def _plan_prefill(self) -> StepPlan | None:
         rows: list[ScheduledRow] = []

@@ -287,6 +287,8 @@ class Simulation:
         if plan.phase == "decode":
             assert all(row.num_tokens == 1 and row.samples for row in rows) and not plan.slot_writes
             assert plan.key.bucket in self.config.row_buckets and len(rows) <= plan.key.bucket
+            slots = [row.request.slot for row in rows]
+            assert slots == sorted(slots), "rows of an adapter that do not lie side by side"
         else:
             assert tokens <= self.config.max_num_batched_tokens and len(rows) <= self.config.max_prefill_seqs
             assert plan.key.bucket in self.config.token_buckets and tokens <= plan.key.bucket
