@@ -99,7 +99,7 @@ def check_adapters(
             f"{op}: slices {adapters.slices} of {dtype} must add up to {outputs}, as multiples of a tile (see fits_adapters)"
         )
     layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
-    check_places(op, adapters.places)
+    check_places(op, adapters.places, adapters.b.shape[2], ITEM)
     check_items(op, adapters)
     check_arrivals(op, arrivals, adapter_counters(adapters.items, a.shape[0]))
     begun, (_, *want) = adapters.begun, begun_shape(adapters, 0)

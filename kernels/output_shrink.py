@@ -105,5 +105,5 @@ def check_shrink(op: str, adapters: Adapters, rows: int, size: int, dtype: Any) 
     if adapters.b.ndim != 4 or adapters.b.shape[:3] != a.shape[:3]:
         raise ValueError(f"{op}: b must be [L, S, R, N] of a {a.shape}, got {adapters.b.shape}")
     layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
-    check_places(op, adapters.places)
+    check_places(op, adapters.places, adapters.b.shape[2], ITEM)
     check_items(op, adapters)

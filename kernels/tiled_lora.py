@@ -93,7 +93,7 @@ def check_tile_adapters(op: str, adapters: TileAdapters, rows: int) -> None:
     if block_t & (block_t - 1) or block_t < 16:
         raise ValueError(f"{op}: block_t must be a power of two from 16 on, got {block_t}")
     layout.check_rows(op, rows, adapters.slot_ids, adapters.layer)
-    check_places(op, adapters.places)
+    check_places(op, adapters.places, adapters.b.shape[2], ITEM)
     items = adapters.items
     if (
         items.dtype != jnp.int32
