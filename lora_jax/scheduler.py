@@ -100,11 +100,17 @@ class Scheduler:
         assert request.adapter is None or self._slots is not None, f"request {name!r} has an adapter, LoRA is off"
         refusal = self.never_fits(len(request.token_ids) + 1)
         assert refusal is None, f"request {name!r}: {refusal}"
-        self._requests[name] = request
-        self._order[request] = self._next_order
-        self._next_order += 1
-        self._waiting.append(request)
-        self._blocked = False
+        try:
+            self._requests[name] = request
+            self._order[request] = self._next_order
+            self._next_order += 1
+            self._waiting.append(request)
+            self._blocked = False
+        except BaseException:  # an interrupt, after which it is there as a whole or not at all
+            self._waiting[:] = [other for other in self._waiting if other is not request]
+            self._order.pop(request, None)
+            self._requests.pop(name, None)
+            raise
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request, running or waiting, and takes back all it holds."""

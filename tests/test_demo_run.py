@@ -49,6 +49,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"error": {"message": "out of pages"}}, 500)
         if mode == "exits":
             print("engine died", flush=True)
+            self.connection.shutdown(2)  # as if the process took its time
+            time.sleep(0.3)
             os._exit(3)
         lora = body["model"] != "base-model" or mode == "always-lora"
         hits["decode[1]+lora" if lora else "decode[1]"] += 1

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lora_jax.config import CacheConfig, SchedulerConfig
+from lora_jax.request import Request, SamplingParams
+from lora_jax.scheduler import Scheduler
 from tests.support import fake_openai
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,3 +71,32 @@ def test_rounds_of_a_kernel(times):
     command = "kernels --only attention/tiny --num-iters 1000000 --device cpu --disable-tqdm"
     code, out, err = interrupted(command.split(), heading, times)
     assert (code, err) == (130, "interrupted\n") and "attention/tiny" not in out
+
+
+def test_a_request_is_added_as_a_whole_or_not_at_all():
+    """Wherever in the scheduler an interrupt comes."""
+    code, came = Scheduler.add.__code__, 0
+    for line in sorted({line for *_, line in code.co_lines() if line is not None} - {code.co_firstlineno}):
+        scheduler = Scheduler(SchedulerConfig(2, 16, 32), CacheConfig(4, 13))
+        requests = [Request(name, [3, 4], SamplingParams()) for name in "abc"]
+        scheduler.add(requests[0])
+
+        def trace(frame, event, arg, line=line):
+            if frame.f_code is code and event == "line" and frame.f_lineno == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            scheduler.add(requests[1])
+        except KeyboardInterrupt:
+            came += 1
+        finally:
+            sys.settrace(None)
+        scheduler.check_integrity()
+        assert (requests[1] in scheduler.unfinished()) == (scheduler.abort("b") is requests[1])
+        scheduler.add(requests[2])
+        scheduler.check_integrity()
+        assert [r.request_id for r in scheduler.unfinished()] == ["a", "c"]
+    assert came > 8

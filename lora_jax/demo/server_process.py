@@ -19,6 +19,7 @@ from typing import Any
 
 TAIL_BYTES = 6000
 STOP_SECONDS = 20.0
+DYING_SECONDS = 2.0
 
 
 class DemoError(Exception):
@@ -62,6 +63,8 @@ class Server:
         except urllib.error.HTTPError as e:
             raise DemoError(f"{path} answered {e.code}: {e.read().decode(errors='replace')[:500]}") from e
         except OSError as e:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a server that dies closes its connections first
+                self._process.wait(DYING_SECONDS)
             raise DemoError(f"{path}: {e}{self._state()}") from e
         return json.loads(text) if text.strip() else None
 
