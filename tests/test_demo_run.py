@@ -111,7 +111,7 @@ def test_a_good_run_prints_answers_and_executables(fake, capsys):
     [
         ("dies", "no such model"),
         ("fails", "out of pages"),
-        ("exits", "engine died"),
+        ("exits", "the server ended with status 3; its last output:\n  | loading the model\n  | engine died"),
         ("slow", "not ready after 1 s"),
         ("always-lora", "none with was due"),
     ],
