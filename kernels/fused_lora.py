@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from . import lora_layout as layout
 from .arrivals import when_last
 from .fused_plan import Refs
-from .in_kernel import dot, full, positions, split
+from .in_kernel import dot, full, pick, positions, split
 from .lora_items import FIRST, ITEM, RANKS, SLOT
 
 POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is NaN instead of a hang
@@ -164,8 +164,7 @@ def _h(refs: Refs, at_slice, held: list[jax.Array], column0, count) -> list[jax.
 
 
 class Listed(NamedTuple):
-    """Slot, first rank row and first row of B of each item [J or more], and the slot of each row [padded T], in registers: a step
-    of a pipeline that loads where its next loads go waits for that."""
+    """In registers: slot, first rank row and first row of B of each item [J or more], and the slot of each row [padded T]."""
 
     slot: jax.Array
     first: jax.Array
@@ -180,9 +179,6 @@ class Listed(NamedTuple):
         slot_ids = plgpu.load(refs.slot_ids.at[t], mask=t < rows, other=-1)
         return cls(refs.field(SLOT, j, there), refs.field(FIRST, j, there), b_row, slot_ids)
 
-    def pick(self, values: jax.Array, j) -> jax.Array:
-        return jnp.sum(jnp.where(lax.iota(jnp.int32, values.shape[0]) == j, values, 0))
-
 
 def _add_joined(sums: tuple, starts: tuple, at_slices: tuple, refs: Refs, listed: Listed) -> tuple[jax.Array, ...]:
     """sums + h @ B, in steps that are pipelined like a product's. Of h only a row's own is loaded, the rest of a tile is zero."""
@@ -194,11 +190,11 @@ def _add_joined(sums: tuple, starts: tuple, at_slices: tuple, refs: Refs, listed
         own, column, b_row = jnp.zeros(t.shape, jnp.bool_), jnp.zeros(t.shape, jnp.int32), jnp.zeros(r.shape, jnp.int32)
         for item in range(chunk // ITEM):
             j, here = i * (chunk // ITEM) + item, lax.div(c, ITEM) == item
-            has = (listed.slot_ids == listed.pick(listed.slot, j)) & (j < count)
+            has = (listed.slot_ids == pick(listed.slot, j)) & (j < count)
             own |= here & jnp.broadcast_to(has[:, None], own.shape)
             if plan.rank > ITEM:
-                column = jnp.where(here, listed.pick(listed.first, j), column)
-            b_row = jnp.where(lax.div(r, ITEM) == item, listed.pick(listed.b_row, j), b_row)
+                column = jnp.where(here, pick(listed.first, j), column)
+            b_row = jnp.where(lax.div(r, ITEM) == item, pick(listed.b_row, j), b_row)
         column, b_row = column + lax.rem(c, ITEM), b_row + jnp.minimum(lax.rem(r, ITEM), refs.place - 1)
         out = []
         for of_halves, start, at_slice in zip(sums, starts, at_slices, strict=True):

@@ -19,9 +19,8 @@ MOST_HELD = 64  # ranks
 
 
 class Plan(NamedTuple):
-    """Static. padded: rows of a tile. room: J. expanders: programs that only expand, after those of the product, a tile of columns
-    each. parts: that h is made in. begun: whether it is there already, else this kernel shrinks. joined: whether
-    the last program to come adds the parts up, rather than all that read them."""
+    """Static. padded: rows of a tile. room: J. parts: that h is made in. begun: whether it is there already, else this kernel
+    shrinks. joined: whether the last program to come adds the parts up, rather than all that read them."""
 
     slices: tuple[int, ...]
     linear: int
@@ -29,7 +28,6 @@ class Plan(NamedTuple):
     room: int
     rank: int
     tiles: LoRATiles
-    expanders: int
     parts: int
     begun: bool
     joined: bool
@@ -150,7 +148,7 @@ def with_adapters(
     tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, columns, waits=expanded > 0)
     begun = adapters.begun
     parts, joined = (tiles.parts, tiles.joined) if begun is None else (begun.shape[0], False)
-    plan = Plan(adapters.slices, adapters.linear, padded, room, rank, tiles, expanded, parts, begun is not None, joined)
+    plan = Plan(adapters.slices, adapters.linear, padded, room, rank, tiles, parts, begun is not None, joined)
     b = adapters.b.reshape(layers, places * place, outputs)
     first = adapters.a if begun is None else begun
     more = (first, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)

@@ -35,6 +35,12 @@ def positions(shape: tuple[int, ...], start: Any = 0) -> tuple[jax.Array, jax.Ar
     return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1) + start
 
 
+def pick(values: jax.Array, i) -> jax.Array:
+    """values[i] of an integer array in registers, 0 beyond its end. What tells a pipelined loop where to load next must not be
+    loaded in that loop, which would wait for it in every step."""
+    return jnp.sum(jnp.where(lax.iota(jnp.int32, values.shape[0]) == i, values, 0))
+
+
 def dot(a, b) -> jax.Array:
     """a @ b of one dtype in float32, on tensor cores unless they are float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT

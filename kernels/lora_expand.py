@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
+from .in_kernel import pick
 from .tuning import ExpandTiles, expand_tiles
 
 
@@ -94,7 +95,7 @@ def _one_row(
     own = plgpu.load(slots.at[first + turns], mask=first + turns < slots.shape[0], other=-1)  # in one load
 
     def turn(i, _):
-        row, slot = first + i, jnp.sum(jnp.where(turns == i, own, 0))
+        row, slot = first + i, pick(own, i)
 
         @pl.when(slot >= 0)
         def _():

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from .in_kernel import dot, full, positions, silu_mul
+from .in_kernel import dot, full, pick, positions, silu_mul
 from .lora_items import ITEM
 from .tile_items import b_row_of
 from .tiled_lora import TileAdapters, check_tile_adapters, h_shape, items_of, tile_of_items
@@ -134,17 +134,14 @@ def tile_deltas(
     lane = lax.iota(jnp.int32, min(LISTED, max(1, 1 << (static.most - 1).bit_length())))
 
     def some(window, sums):
-        """As many items as lanes. Their rows of B lie in a register: a step of a pipeline that loads where its next loads go waits
-        for that."""
+        """As many items as lanes, their rows of B in a register."""
         first = window * lane.shape[0]
         at = (full(static.linear, lane.shape), begin + first + lane, full(0, lane.shape))
         listed = b_row_of(plgpu.load(lists.at[at], mask=first + lane < count, other=0))
 
         def body(i, sums):
             r, c = positions((ITEM, width))
-            b_row = jnp.sum(jnp.where(lane == i, listed, 0)) + jnp.minimum(
-                r, static.place - 1
-            )  # of too many: h is zero
+            b_row = pick(listed, i) + jnp.minimum(r, static.place - 1)  # where the item has fewer ranks h is zero
             h_tr = [h_of(at_slice, begin + first + i) for at_slice in at_slices] * (len(starts) // len(at_slices))
             out = []
             for total, start, halves in zip(sums, starts, h_tr, strict=True):

@@ -93,9 +93,8 @@ def expand_tiles(rows: int, slices: tuple[int, ...], rank: int, itemsize: int) -
         block_r = min(rank, 64)
         block_n = min(_clamp_power(2048 // block_r, 64, 256), widest)
         programs = rows * sum(cdiv(size, block_n) for size in slices)
-        turns = _clamp_power(
-            programs // (2 * ROW_PROGRAMS), 1, 16
-        )  # a program takes time also where no row has an adapter
+        # a program takes time also where no row has an adapter
+        turns = _clamp_power(programs // (2 * ROW_PROGRAMS), 1, 16)
         return ExpandTiles(1, block_n, block_r, turns, _warps(block_r * block_n), num_stages=1)
     return ExpandTiles(block_t, min(128, widest), min(rank, 32), 1, num_warps=4, num_stages=1)
 
@@ -160,9 +159,8 @@ class LoRATiles:
 
 
 FEW_ITEMS = 8  # up to which a program that waited finds its rows' own faster than it reads a matrix
-SHRINKERS = (
-    64  # programs that shrink many items for many rows; half as many beside large tiles, whose registers they share
-)
+# Programs that shrink many items for many rows; half as many beside large tiles, whose registers they share.
+SHRINKERS = 64
 
 
 @rule

@@ -51,7 +51,7 @@ def scratch_bytes(linear: Linear, rows: int, rank: int, dtype: str) -> int:
     slices, items, itemsize = len(linear.slices), most_items(SLOTS, rank), jnp.dtype(dtype).itemsize
     op = "swiglu" if linear.name.endswith("gate_up") else "skinny"
     tiles = tiles_of(op, rows, linear.inputs, linear.slices, items, itemsize)
-    h = tiles.parts * slices * rows * max(ITEM, rank) * 4 + tiles.joined * slices * rows * max(ITEM, rank) * 4
+    h = (tiles.parts + tiles.joined) * slices * rows * max(ITEM, rank) * 4
     outputs = sum(linear.slices)
     sums = (matmul_tiles(rows, linear.inputs, outputs, itemsize, adapters=True).parts + 1) * rows * outputs * 4
     return h + (sums if slices == 1 and rows <= MAX_ROWS else 0)
