@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
-from .in_kernel import dot, full, halves, positions, split
+from .in_kernel import dot, full, halves, pick, positions, split
 from .lora_items import ITEM
 from .lora_shrink import lora_shrink
 from .places import check_places, pieces
@@ -99,7 +99,7 @@ def check_tile_adapters(op: str, adapters: TileAdapters, rows: int) -> None:
         items.dtype != jnp.int32
         or items.ndim != 3
         or items.shape[2] != ITEM
-        or adapters.room < 1
+        or adapters.room < GROUP
         or not 0 <= adapters.linear < items.shape[0]
     ):
         want = f"int32 [G > {adapters.linear}, J + {adapters.tiles}, {ITEM}]"
@@ -132,7 +132,7 @@ def lora_shrink_tiles(
     """(h as `h_shape` says, arrivals): of each item x @ A^T in the rows of its adapter, zeros in the tile's others; undefined where
     no tile has an item.
 
-    x [T, K] of a's dtype; arrivals: of `new_arrivals`, a piece a tile, donated by the caller or copied. A row's bits do not depend
+    x [T, K] of a's dtype; arrivals: of `new_arrivals`, a piece an item, donated by the caller or copied. A row's bits do not depend
     on the other rows, nor on which slots are in use. Raises: ValueError naming the operand.
     """
     layout.check_implementation("lora_shrink_tiles", implementation)
@@ -141,7 +141,7 @@ def lora_shrink_tiles(
             f"lora_shrink_tiles: x must be {adapters.a.dtype} [T, {adapters.a.shape[3]}], got {x.dtype} {x.shape}"
         )
     check_tile_adapters("lora_shrink_tiles", adapters, x.shape[0])
-    check_arrivals("lora_shrink_tiles", arrivals, adapters.tiles)
+    check_arrivals("lora_shrink_tiles", arrivals, adapters.room)
     if implementation == "xla":
         return _xla(x, adapters), arrivals
     rows, inputs = x.shape
@@ -167,12 +167,12 @@ def _kernel(
     rank: int,
     interpret: bool,
 ):
-    """Program (row tile, part): the part of K for all items of the tile, a group of them at a time, their slices side by side.
-    The last program of a tile adds the parts up."""
-    tile, part = pl.program_id(0), pl.program_id(1)
+    """Program (part, group): the part of K for a group of items of one tile, their slices side by side. The last program of a group
+    adds the parts up. Groups that the step has are first in the grid: a program of another ends at once."""
+    part, which = pl.program_id(0), pl.program_id(1)
     (tokens, inputs), (n, _, _, block_t, _) = x.shape, h.shape
-    width = cut.width(n)
-    begin, count = items_of(lists, linear, tile, tiles)
+    width, first = cut.width(n), which * cut.group
+    tile, there = _tile_of(lists, linear, first, tiles)
     steps = layout.cdiv(inputs // cut.block_k, cut.parts)
     here = jnp.minimum(steps, inputs // cut.block_k - part * steps)
 
@@ -182,15 +182,14 @@ def _kernel(
         at_slice = block if cut.group == 1 else lax.div(block, cut.group)
         return at_slice, block - at_slice * cut.group, lax.rem(column, ITEM)
 
-    at_slice, item, r = place(lax.iota(jnp.int32, width))
-
-    def numbers(first) -> jax.Array:
-        """Of each column of a group, as `tile_items` says, -1: none."""
+    def numbers() -> jax.Array:
+        """Of each column, as `tile_items` says, -1: none."""
+        at_slice, item, r = place(lax.iota(jnp.int32, width))
         rows = plgpu.load(lists.at[full(linear, (width,)), first + item, r])
         return jnp.where(at_slice < n, rows, -1)
 
-    def product(first) -> jax.Array:
-        number = numbers(first)
+    def product() -> jax.Array:
+        number, (at_slice, _, _) = numbers(), place(lax.iota(jnp.int32, width))
         b_row = b_row_of(number)
         place_ = lax.div(b_row, rank)
         a_row = (place_ * n + at_slice) * rank + b_row - place_ * rank
@@ -208,9 +207,9 @@ def _kernel(
 
         return lax.fori_loop(0, here, body, jnp.zeros((block_t, width), jnp.float32))
 
-    def put(first, value) -> None:
-        """The finished h of a group."""
-        number, t = numbers(first), tile * block_t + lax.iota(jnp.int32, block_t)
+    def put(value) -> None:
+        """The finished h."""
+        number, t = numbers(), tile * block_t + lax.iota(jnp.int32, block_t)
         ids = plgpu.load(slot_ids.at[t], mask=t < tokens, other=-1)
         own = (number >= 0)[None, :] & (ids[:, None] == (number >> OWNER)[None, :])
         value = jnp.where(own, value, 0.0)  # never a product with zero: another row's inf must not reach this one
@@ -220,28 +219,29 @@ def _kernel(
         for q, half in enumerate(split(value, h.dtype)):
             plgpu.store(h.at[s, full(q, s.shape), first + j, row, k], half, mask=mask)
 
-    def sums_of(p, first):
+    def sums_of(p):
         row, c = positions((block_t, width))
         own = width // cut.group
         return sums.at[full(p, c.shape), first + lax.div(c, own), row, lax.rem(c, own)]
 
-    def each_group(do) -> None:
-        def body(group, carry):
-            do(begin + group * cut.group)
-            return carry
+    def join() -> None:
+        put(functools.reduce(jnp.add, [plgpu.load(sums_of(p)) for p in range(cut.parts)]))
 
-        lax.fori_loop(0, pl.cdiv(count, cut.group), body, 0)
-
-    if cut.parts == 1:
-        return each_group(lambda first: put(first, product(first)))
-
-    def join(first) -> None:
-        put(first, functools.reduce(jnp.add, [plgpu.load(sums_of(p, first)) for p in range(cut.parts)]))
-
-    @pl.when(count > 0)
+    @pl.when(there)
     def _():
-        each_group(lambda first: plgpu.store(sums_of(part, first), product(first)))
-        when_last(counters, tile, cut.parts, lambda: each_group(join), interpret=interpret)
+        if cut.parts == 1:
+            return put(product())
+        plgpu.store(sums_of(part), product())
+        when_last(counters, which, cut.parts, join, interpret=interpret)
+
+
+def _tile_of(lists, linear: int, item, tiles: int) -> tuple[jax.Array, jax.Array]:
+    """(the tile that an item is of, whether it is of one)."""
+    t = lax.iota(jnp.int32, 1 << (tiles - 1).bit_length())
+    line = lists.shape[1] - tiles + t
+    begin, count = (plgpu.load(lists.at[full(linear, t.shape), line, full(i, t.shape)], mask=t < tiles, other=0) for i in (0, 1))
+    tile = jnp.sum(((begin <= item) & (t < tiles)).astype(jnp.int32)) - 1  # one without items begins where the next does
+    return tile, item < pick(begin + count, tile)
 
 
 # ---- 4. the call -----------------------------------------------------------------------------------------------------
@@ -257,13 +257,14 @@ def _triton(
     # No part is empty: each has the same number of steps but the last, which may have less.
     blocks = inputs // cut.block_k
     cut = cut._replace(parts=layout.cdiv(blocks, layout.cdiv(blocks, cut.parts)))
+    groups = adapters.room // cut.group  # as many as can be: a tile's first item is a multiple of GROUP
     sums = (cut.parts, adapters.room, adapters.block_t, cut.width(n) // cut.group) if cut.parts > 1 else (1, 1, 1, 16)
     h, counters, _ = pl.pallas_call(
         functools.partial(
             _kernel, cut=cut, linear=adapters.linear, tiles=adapters.tiles, rank=n_rank // n, interpret=interpret
         ),
         out_shape=(h, like(arrivals.shape, arrivals.dtype), like(sums, jnp.float32)),
-        grid=(adapters.tiles, cut.parts),
+        grid=(cut.parts, groups),
         input_output_aliases={5: 1},
         compiler_params=plgpu.CompilerParams(num_warps=cut.num_warps, num_stages=cut.num_stages),
         name="lora_shrink_tiles",

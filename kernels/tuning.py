@@ -195,7 +195,7 @@ def lora_tiles(
 
 
 TILE_SHRINKERS = 256  # programs wanted in a grid that shrinks tiles of rows: two a multiprocessor of the largest cards
-TILE_SHRINK_PARTS = 16  # of K at most
+TILE_SHRINK_PARTS = 8  # of K at most
 SHORTEST_SHRINK = 256  # inputs
 
 
@@ -224,7 +224,7 @@ class ExpandCut(NamedTuple):
 def tile_rows(rows: int, itemsize: int) -> int:
     """BT of rows T: long enough for few readings of A and B, short enough to hold few adapters, and for tiles to fill a card.
     Measured on an H200 (docs/performance.md)."""
-    return _clamp_power(rows // 8, 16, 32 if itemsize < 4 else 16)
+    return _clamp_power(rows // 16, 16, 32 if itemsize < 4 else 16)
 
 
 def shrink_cut(rows: int, inputs: int, block_t: int, slices: int, itemsize: int) -> ShrinkCut:

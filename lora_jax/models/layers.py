@@ -79,10 +79,11 @@ class Stream(NamedTuple):
         x, normed = norm.add(x, None, inputs.implementation)
         if inputs.implementation != "triton":
             return cls(x, normed, None)
-        # of a residual product, of an attention, and of tiles of rows, which are fewer
-        pieces = max(x.shape[1] // 64, x.shape[0] * config.num_kv_heads)
-        if inputs.items is not None and inputs.items.ndim == 2:
-            pieces += adapter_counters(inputs.items, config.num_layers)
+        pieces = max(x.shape[1] // 64, x.shape[0] * config.num_kv_heads)  # of a residual product, of an attention
+        if inputs.items is not None:
+            tiled = inputs.items.ndim == 3
+            of_items = inputs.items.shape[1] if tiled else adapter_counters(inputs.items, config.num_layers)
+            pieces = max(pieces, of_items) if tiled else pieces + of_items
         return cls(x, normed, new_arrivals(pieces))
 
 

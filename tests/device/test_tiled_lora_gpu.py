@@ -66,7 +66,7 @@ def test_a_broken_row_stays_alone(value):
 def test_the_bits_do_not_depend_on_who_is_last():
     """200 calls, each with the arrivals that the one before leaves."""
     case = Case((1024,), 4096, np.arange(256) // 7 % SLOTS, jnp.bfloat16)
-    arrivals, found = new_arrivals(case.adapters.tiles), []
+    arrivals, found = new_arrivals(case.adapters.room), []
     for _ in range(200):
         h, arrivals = lora_shrink_tiles(case.x, case.adapters, arrivals)
         found.append(lora_add(case.y, h, case.adapters))

@@ -95,10 +95,10 @@ def test_a_broken_row_stays_alone(value):
 
 def test_tiles_and_cuts():
     """Those measured on a card (docs/performance.md)."""
-    assert [tile_rows(rows, 2) for rows in (65, 128, 256, 2048, 8192)] == [16, 16, 32, 32, 32]
+    assert [tile_rows(rows, 2) for rows in (65, 128, 256, 2048, 8192)] == [16, 16, 16, 32, 32]
     assert tile_rows(2048, 4) == 16
     assert shrink_cut(2048, 4096, 32, 3, 2) == ShrinkCut(1, 128, 4, 4, 3)
-    assert shrink_cut(256, 11008, 32, 1, 2) == ShrinkCut(2, 128, 16, 4, 3)
+    assert shrink_cut(256, 11008, 16, 1, 2) == ShrinkCut(2, 128, 8, 4, 3)
     assert shrink_cut(2048, 576, 32, 1, 2)[:3] == (2, 64, 2)
     assert expand_cut((4096,), 32) == ExpandCut(128, 4, 3) and expand_cut((576, 192, 192), 32).block_n == 64
 
@@ -113,7 +113,7 @@ def test_which_linears_fit():
 def test_wrong_operands_are_named():
     case = make("o", mixed_ids(64), 32, jnp.bfloat16)
     h, adapters = case.shrunk(FORMS["xla"]), case.adapters
-    arrivals = jnp.zeros(2, jnp.int32)
+    arrivals = jnp.zeros(adapters.room, jnp.int32)
     change = lambda **fields: dataclasses.replace(adapters, **fields)  # noqa: E731
     for match, call in {
         "x must be": lambda: lora_shrink_tiles(case.x[:, :64], adapters, arrivals),

@@ -67,7 +67,7 @@ class Case:
 
     def shrunk(self, form: dict, cut: ShrinkCut | None = None):
         """h; counters are zeros again."""
-        arrivals = new_arrivals(self.adapters.tiles)
+        arrivals = new_arrivals(self.adapters.room)
         h, arrivals = lora_shrink_tiles(self.x, self.adapters, arrivals, cut=cut, **form)
         assert not np.asarray(arrivals).any()
         return h
