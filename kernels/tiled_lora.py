@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
 from .arrivals import check_arrivals, when_last
-from .in_kernel import dot, full, halves, pick, positions, split
+from .in_kernel import dot, full, halves, positions, split
 from .lora_items import ITEM
 from .lora_shrink import lora_shrink
 from .places import check_places, pieces
@@ -172,7 +172,6 @@ def _kernel(
     part, which = pl.program_id(0), pl.program_id(1)
     (tokens, inputs), (n, _, _, block_t, _) = x.shape, h.shape
     width, first = cut.width(n), which * cut.group
-    tile, there = _tile_of(lists, linear, first, tiles)
     steps = layout.cdiv(inputs // cut.block_k, cut.parts)
     here = jnp.minimum(steps, inputs // cut.block_k - part * steps)
 
@@ -182,14 +181,13 @@ def _kernel(
         at_slice = block if cut.group == 1 else lax.div(block, cut.group)
         return at_slice, block - at_slice * cut.group, lax.rem(column, ITEM)
 
-    def numbers() -> jax.Array:
-        """Of each column, as `tile_items` says, -1: none."""
-        at_slice, item, r = place(lax.iota(jnp.int32, width))
-        rows = plgpu.load(lists.at[full(linear, (width,)), first + item, r])
-        return jnp.where(at_slice < n, rows, -1)
+    # What each step depends on is loaded at once.
+    at_slice, item, r = place(lax.iota(jnp.int32, width))
+    listed = plgpu.load(lists.at[full(linear, (width,)), first + item, r])
+    tile = _tile_of(lists, linear, first, tiles)
+    number = jnp.where(at_slice < n, listed, -1)  # of each column, as `tile_items` says, -1: none
 
     def product() -> jax.Array:
-        number, (at_slice, _, _) = numbers(), place(lax.iota(jnp.int32, width))
         b_row = b_row_of(number)
         place_ = lax.div(b_row, rank)
         a_row = (place_ * n + at_slice) * rank + b_row - place_ * rank
@@ -209,7 +207,7 @@ def _kernel(
 
     def put(value) -> None:
         """The finished h."""
-        number, t = numbers(), tile * block_t + lax.iota(jnp.int32, block_t)
+        t = tile * block_t + lax.iota(jnp.int32, block_t)
         ids = plgpu.load(slot_ids.at[t], mask=t < tokens, other=-1)
         own = (number >= 0)[None, :] & (ids[:, None] == (number >> OWNER)[None, :])
         value = jnp.where(own, value, 0.0)  # never a product with zero: another row's inf must not reach this one
@@ -227,7 +225,7 @@ def _kernel(
     def join() -> None:
         put(functools.reduce(jnp.add, [plgpu.load(sums_of(p)) for p in range(cut.parts)]))
 
-    @pl.when(there)
+    @pl.when(jnp.max(number) >= 0)
     def _():
         if cut.parts == 1:
             return put(product())
@@ -235,13 +233,14 @@ def _kernel(
         when_last(counters, which, cut.parts, join, interpret=interpret)
 
 
-def _tile_of(lists, linear: int, item, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """(the tile that an item is of, whether it is of one)."""
+def _tile_of(lists, linear: int, item, tiles: int) -> jax.Array:
+    """The tile that an item is of, if it is of one."""
     t = lax.iota(jnp.int32, 1 << (tiles - 1).bit_length())
     line = lists.shape[1] - tiles + t
-    begin, count = (plgpu.load(lists.at[full(linear, t.shape), line, full(i, t.shape)], mask=t < tiles, other=0) for i in (0, 1))
-    tile = jnp.sum(((begin <= item) & (t < tiles)).astype(jnp.int32)) - 1  # one without items begins where the next does
-    return tile, item < pick(begin + count, tile)
+    begin = plgpu.load(lists.at[full(linear, t.shape), line, full(0, t.shape)], mask=t < tiles, other=0)
+    return (
+        jnp.sum(((begin <= item) & (t < tiles)).astype(jnp.int32)) - 1
+    )  # a tile without items begins where the next does
 
 
 # ---- 4. the call -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,12 @@ def jobs() -> Iterator[tuple[str, int, Any, tuple[Any, ...]]]:
             x, y = array((rows, linear.inputs), dtype), array((rows, sum(linear.slices)), dtype)
             h = h_shape(adapters)
             shrink = jax.jit(lora_shrink_tiles, donate_argnums=2)
-            yield f"shrink-{name}", scratch_bytes(linear, adapters, rows), shrink, (x, adapters, array((adapters.room,)))
+            yield (
+                f"shrink-{name}",
+                scratch_bytes(linear, adapters, rows),
+                shrink,
+                (x, adapters, array((adapters.room,))),
+            )
             if kind == "qkv":
                 yield f"rope-{name}", 0, *_rope_job(linear, size, rows, y, h, adapters, norms=dtype == "float32")
             elif kind == "gate_up":
