@@ -63,10 +63,6 @@ class BatchBuilder:
     def max_pages_per_seq(self) -> int:
         return self.cache.pages_for(self.scheduler.max_model_len)
 
-    def page_list_len(self, bucket: int) -> int:
-        """Most pages that one prefill plan can touch; see `Scheduler`."""
-        return self.max_pages_per_seq + bucket // self.cache.page_size + self.scheduler.max_prefill_seqs
-
     def table(self) -> RowTable:
         """For a runtime of its own."""
         return RowTable(self.scheduler.max_num_seqs, self.max_pages_per_seq)
@@ -103,7 +99,7 @@ class BatchBuilder:
         tokens = np.zeros(bucket, np.int32)
         meta = np.zeros((3, bucket), np.int32)
         meta[1], meta[2] = -1, TRASH_PAGE * size
-        page_list = np.zeros((3, self.page_list_len(bucket)), np.int32)
+        page_list = np.zeros((3, self.cache.most_listed(self.scheduler)), np.int32)
         page_list[1] = -1
         blocks = np.zeros((4, -(-bucket // BLOCK_TOKENS) + room), np.int32)
         last = np.zeros((2, room), np.int32)

@@ -237,6 +237,7 @@ def _spec(
             max_model_len,
             args.specialize_lora,
             token_bucket_growth=2 if setup.is_gpu else 4,  # a GPU's programs compile sooner and save more
+            enable_prefix_caching=args.enable_prefix_caching,
         ),
         CacheConfig(args.page_size, num_pages),
         lora,

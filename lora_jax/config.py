@@ -29,6 +29,7 @@ class SchedulerConfig:
     max_model_len: prompt plus output of one request. max_prefill_seqs: requests that one prefill step may hold.
     specialize_lora: whether steps without an active adapter run the plain program. False needs an engine with LoRA.
     token_bucket_growth: of one prefill bucket to the next: a prompt is padded by less than this factor.
+    enable_prefix_caching: whether requests that begin with the same tokens, and adapter, share their pages.
     """
 
     max_num_seqs: int
@@ -36,6 +37,7 @@ class SchedulerConfig:
     max_model_len: int
     specialize_lora: bool = True
     token_bucket_growth: int = 4
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -70,6 +72,12 @@ class CacheConfig:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def most_listed(self, scheduler: SchedulerConfig) -> int:
+        """Pages that the rows of one prefill step may hold together: of its tokens, and of several long beginnings that lie in the
+        cache already."""
+        longest, tokens = self.pages_for(scheduler.max_model_len), self.pages_for(scheduler.max_num_batched_tokens)
+        return 4 * longest + tokens + scheduler.max_prefill_seqs
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,9 @@ class EngineArgs:
     max_num_batched_tokens: int | None = _opt(None, "prompt tokens of one step (default: 2048 on a GPU, 512 on CPU)")
     num_pages: int | None = _opt(None, "KV pages (default: what memory allows and max_num_seqs can use)")
     page_size: int = _opt(16, "tokens a KV page")
+    enable_prefix_caching: bool = _opt(
+        True, "requests that begin with the same tokens, and adapter, share what was computed of them"
+    )
     gpu_memory_utilization: float = _opt(0.9, "share of the device memory the engine may use")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
         "auto", "weights and activations (auto: on a GPU the checkpoint's, bfloat16 for float32 ones; on CPU float32)"

@@ -227,7 +227,7 @@ class Engine:
         for request in self._scheduler.resolve(plan, result.tokens):
             token = request.token_ids[-1]
             if token < 0:
-                self._scheduler.finish(request, "abort")
+                self._scheduler.finish(request, "abort", broken=True)
                 self._end(failed(request.request_id, not_finite(request)))
                 continue
             tokens += 1
@@ -279,6 +279,7 @@ class Engine:
                 request = state.request
                 del request.token_ids[len(request.prompt_token_ids) + state.given :]  # what no output tells of
                 request.pages, request.row, request.slot, request.num_computed, request.pending = [], -1, -1, 0, 0
+                request.page_digests.clear()
                 if request_id in told:
                     del self._outputs[request_id]
                 elif request.finish_reason is None and request.num_output < request.max_tokens:
@@ -373,7 +374,10 @@ class Engine:
                 waiting=s.waiting,
                 free_pages=s.free_pages,
                 num_pages=self._scheduler.cache.num_pages,
+                cached_pages=s.cached_pages,
                 preemptions=s.preemptions,
+                prefix_cache_queries=s.prefix_cache_queries,
+                prefix_cache_hits=s.prefix_cache_hits,
                 **self._counts,
                 loras=[a.name for a in self._slots.adapters()] if self._slots else [],
                 compilations_after_warmup=compilations() - self._compiled_at_start,

@@ -40,21 +40,26 @@ class ScheduledRow(NamedTuple):
 class StepPlan:
     """One step. slot_writes: (slot, adapter) pairs to be written on the device before it runs.
 
-    prefill: at most max_prefill_seqs rows and max_num_batched_tokens tokens; only the first row may have start > 0,
-    only the last may have samples False. decode: one token a row, all rows sample.
+    prefill: at most max_prefill_seqs rows, max_num_batched_tokens tokens and `CacheConfig.most_listed` pages; only the last row
+    may have samples False. decode: one token a row, all rows sample. begun: the requests that got their row in this plan.
     """
 
     phase: Literal["prefill", "decode"]
     rows: list[ScheduledRow]
     key: StepKey
     slot_writes: list[tuple[int, Any]] = field(default_factory=list)
+    begun: list[Request] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Counts of requests, pages, and of preemptions since the start."""
+    """Counts of requests and pages; since the start of preemptions, and of tokens of requests that began, and of those found in
+    the prefix cache. cached_pages: of the free ones, those that it holds."""
 
     running: int
     waiting: int
-    free_pages: int
     preemptions: int
+    free_pages: int
+    cached_pages: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int

@@ -214,6 +214,7 @@ class Request:
     # engine state
     token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    page_digests: list[bytes] = field(default_factory=list)  # of the pages of token_ids: see kv_pages
     num_computed: int = 0
     pending: int = 0
     slot: int = -1  # device slot of the adapter while scheduled, -1: base

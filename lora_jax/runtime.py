@@ -90,9 +90,8 @@ class Runtime:
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Hand one step to the device, without waiting for it or for those before."""
         if plan.phase == "prefill":
-            for row in plan.rows:
-                if row.start == 0:
-                    self._start_row(row.request)
+            for request in plan.begun:
+                self._start_row(request)
         tokens, logits, *hidden = self._model_step(plan.key, plan.rows)
         logprobs = prompt_logprobs = None
         mode = self._settings.mode(plan.rows)

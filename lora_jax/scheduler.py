@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from .block_pool import BlockPool
 from .config import CacheConfig, SchedulerConfig
+from .kv_pages import KVPages
 from .plan import ScheduledRow, SchedulerStats, SlotSource, StepPlan
 from .request import FinishReason, Request
 from .step_keys import StepKey, bucket_for
@@ -33,6 +33,8 @@ class Scheduler:
     at once: the device runs steps in the order of their plans, so whatever a younger plan still writes for it comes before
     what the next owner of its pages, row or slot writes, and the next owner reads nothing that it has not written.
     A step that raised is never resolved: `reset_running()` and go on.
+
+    Prefix caching. A request that enters begins with the tokens of pages that are there already (see `KVPages`).
 
     Order. Requests are admitted as they came. A request enters when a row, the pages of all its tokens (plus one page
     for each running request, so that it isn't thrown out at once) and its adapter's slot are there. A request that
@@ -61,10 +63,10 @@ class Scheduler:
         self.max_pages_per_seq = cache.pages_for(config.max_model_len)
         self.max_passes = config.max_num_seqs
         self.preemptions = 0
-        self._max_prefill_seqs = config.max_prefill_seqs
+        self._max_prefill_seqs, self._most_listed = config.max_prefill_seqs, cache.most_listed(config)
         self._buckets = {"prefill": config.token_buckets, "decode": config.row_buckets}
         self._slots, self._choose_items = slots, choose_items
-        self._pool = BlockPool(cache.num_pages)
+        self._pages = KVPages(cache, prefix_caching=config.enable_prefix_caching)
         self._requests: dict[str, Request] = {}
         self._order: dict[Request, int] = {}  # position in order of arrival
         self._next_order = 0
@@ -86,11 +88,7 @@ class Scheduler:
         if num_tokens > self.config.max_model_len:
             limit = self.config.max_model_len
             return f"{num_tokens} tokens exceed max_model_len={limit}; shorten the prompt or max_tokens"
-        need, have = self.cache.pages_for(num_tokens), self.cache.num_pages - 1
-        if need > have:
-            size = self.cache.page_size
-            return f"{num_tokens} tokens need {need} KV pages of {size} tokens, the cache has {have}; raise num_pages"
-        return None
+        return self._pages.never_fits(num_tokens)
 
     def add(self, request: Request) -> None:
         """Queues a request. Its id must be new, it must not be one that `never_fits`."""
@@ -112,11 +110,11 @@ class Scheduler:
             self._requests.pop(name, None)
             raise
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request, running or waiting, and takes back all it holds."""
+    def finish(self, request: Request, reason: FinishReason, *, broken: bool = False) -> None:
+        """Ends a request, running or waiting, and takes back all it holds. broken: what lies in its pages is not for others."""
         assert self._requests.get(request.request_id) is request, f"request {request.request_id!r} is not scheduled"
         if request.row >= 0:
-            self._release(request)
+            self._release(request, broken=broken)
         else:
             del self._waiting[self._index(self._waiting, request)]
             self._blocked = False
@@ -141,6 +139,7 @@ class Scheduler:
         requests = list(self._running)
         for request in requests:
             self._requeue(request)
+        self._pages.forget()
         return requests
 
     def unfinished(self) -> list[Request]:
@@ -151,7 +150,7 @@ class Scheduler:
         return bool(self._requests)
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(len(self._running), len(self._waiting), self._pool.num_free, self.preemptions)
+        return SchedulerStats(len(self._running), len(self._waiting), self.preemptions, *self._pages.stats())
 
     # -- one step --
 
@@ -221,36 +220,47 @@ class Scheduler:
     def _plan_prefill(self) -> StepPlan | None:
         rows: list[ScheduledRow] = []
         writes: list[tuple[int, Any]] = []
+        begun: list[Request] = []
         budget = self.config.max_num_batched_tokens
         if self._partial is not None:
             row = self._chunk(self._partial, budget)
             if not self._grow(self._partial, row.start + row.num_tokens, may_leave=False):
                 return None  # older requests hold the pages: they decode until some are free
+            self._pages.offer(self._partial, row.start + row.num_tokens)
             rows.append(row)
             budget -= row.num_tokens
-        self._admit(rows, writes, budget)
+        self._admit(rows, writes, begun, budget)
         if not rows:
             return None
         tokens = sum(row.num_tokens for row in rows)
-        plan = StepPlan("prefill", rows, self._key("prefill", tokens, rows), writes)
-        self._check_prefill(plan)
-        return plan
+        assert all(row.samples for row in rows[:-1]), [row.samples for row in rows]
+        assert sum(len(row.request.pages) for row in rows) <= self._most_listed, f"{len(rows)} rows hold too many pages"
+        return StepPlan("prefill", rows, self._key("prefill", tokens, rows), writes, begun)
 
-    def _admit(self, rows: list[ScheduledRow], writes: list[tuple[int, Any]], budget: int) -> None:
+    def _admit(
+        self, rows: list[ScheduledRow], writes: list[tuple[int, Any]], begun: list[Request], budget: int
+    ) -> None:
         """Appends waiting requests to a prefill plan, as far as they fit."""
         if self._blocked:
             return
-        full, found = False, len(rows)
+        full, listed = False, sum(len(row.request.pages) for row in rows)
         lacking = False
         refused: set[int] = set()  # ids of adapters: a long queue asks once for each
         for request in list(self._waiting):
             full = not budget or len(rows) == self._max_prefill_seqs
-            if full or request.pending or not self._has_room(request):
+            if full or request.pending or not self._free_rows:
                 break
             adapter = request.adapter
+            if adapter is not None and (id(adapter) in refused or (lacking and self._may_not_pass(adapter))):
+                refused.add(id(adapter))
+                continue
+            found = self._pages.find(request)
+            more = len(found) + self.cache.pages_for(min(budget, len(request.token_ids)))
+            full = bool(rows) and listed + more > self._most_listed
+            if full or not self._pages.fits(request, found, len(self._running)):
+                break
             if adapter is not None:
-                barred = id(adapter) in refused or (lacking and self._may_not_pass(adapter))
-                if barred or not self._acquire_slot(request, writes):
+                if not self._acquire_slot(request, writes):
                     refused.add(id(adapter))
                     if not lacking and request is not self._lacks_slot:
                         self._lacks_slot, self._passes, self._draining = request, 0, None
@@ -259,11 +269,11 @@ class Scheduler:
                 self._passes += lacking
             if request is self._lacks_slot:
                 self._lacks_slot, self._draining = None, None
-            row = self._chunk(request, budget)
-            self._start(request, row.num_tokens)
+            row = self._start(request, found, budget)
             rows.append(row)
-            budget -= row.num_tokens
-        self._blocked = len(rows) == found and not full
+            begun.append(request)
+            budget, listed = budget - row.num_tokens, listed + len(request.pages)
+        self._blocked = not begun and not full
 
     def _may_not_pass(self, adapter: Any) -> bool:
         """Whether this adapter may not pass the oldest request without a slot: one that runs and whose slot it is to get, or one
@@ -280,11 +290,6 @@ class Scheduler:
 
     # -- resources of one request --
 
-    def _has_room(self, request: Request) -> bool:
-        """Whether a row and pages are free for a waiting request."""
-        headroom = len(self._running)
-        return bool(self._free_rows) and self.cache.pages_for(len(request.token_ids)) + headroom <= self._pool.num_free
-
     def _acquire_slot(self, request: Request, writes: list[tuple[int, Any]]) -> bool:
         assert self._slots is not None
         acquired = self._slots.acquire(request.adapter)
@@ -295,14 +300,17 @@ class Scheduler:
             writes.append((request.slot, request.adapter))
         return True
 
-    def _start(self, request: Request, num_tokens: int) -> None:
-        """Moves a waiting request to a row and to pages for num_tokens; `_has_room` said that they are there."""
+    def _start(self, request: Request, found: list[int], budget: int) -> ScheduledRow:
+        """Moves a waiting request to a row, to the pages found and to those of its first tokens after them; that they are free is
+        known."""
         del self._waiting[self._index(self._waiting, request)]
         request.row = heapq.heappop(self._free_rows)
-        pages = self._pool.allocate(self.cache.pages_for(num_tokens))
-        assert pages is not None, f"no pages for {num_tokens} tokens, {self._pool.num_free} free"
-        request.pages = pages
+        self._pages.begin(request, found)
+        row = self._chunk(request, budget)
+        self._pages.extend(request, row.start + row.num_tokens)
+        self._pages.offer(request, row.start + row.num_tokens)
         bisect.insort(self._running, request, key=self._order.__getitem__)
+        return row
 
     def _grow(self, request: Request, num_tokens: int, *, may_leave: bool) -> bool:
         """Makes a running request's pages cover num_tokens, preempting later ones if need be.
@@ -310,8 +318,7 @@ class Scheduler:
         False: the pages are held by earlier requests; it has been preempted itself if it may_leave.
         """
         assert num_tokens < self.config.max_model_len, f"{request.request_id!r} leaves no room to sample: {num_tokens}"
-        need = self.cache.pages_for(num_tokens) - len(request.pages)
-        while need > self._pool.num_free:
+        while self._pages.missing(request, num_tokens) > self._pages.num_free:
             victim = self._running[-1]
             if victim is request and not may_leave:
                 return False
@@ -319,22 +326,21 @@ class Scheduler:
             self._requeue(victim)
             if victim is request:
                 return False
-        if need > 0:
-            request.pages += self._pool.allocate(need) or []
+        self._pages.extend(request, num_tokens)
         return True
 
     def _requeue(self, request: Request) -> None:
         self._release(request)
         bisect.insort(self._waiting, request, key=self._order.__getitem__)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, *, broken: bool = False) -> None:
         """Takes back all that a running request holds."""
         del self._running[self._index(self._running, request)]
-        self._pool.free(request.pages)
+        self._pages.release(request, broken=broken)
         heapq.heappush(self._free_rows, request.row)
         if request.adapter is not None and self._slots is not None:
             self._slots.release(request.adapter)
-        request.pages, request.row, request.slot, request.num_computed = [], -1, -1, 0
+        request.row, request.slot = -1, -1
         if request is self._partial:
             self._partial = None
         self._blocked = False
@@ -357,18 +363,10 @@ class Scheduler:
         choose = self._choose_items if lora and phase == "decode" else None
         return StepKey(phase, bucket, lora, items=0 if choose is None else choose(bucket, adapters))
 
-    def _check_prefill(self, plan: StepPlan) -> None:
-        """What the device program relies on: see StepPlan, and the room for page numbers that its bucket has."""
-        assert all(row.start == 0 for row in plan.rows[1:]), [row.start for row in plan.rows]
-        assert all(row.samples for row in plan.rows[:-1]), [row.samples for row in plan.rows]
-        pages = sum(len(row.request.pages) for row in plan.rows)
-        room = self.max_pages_per_seq + plan.key.bucket // self.cache.page_size + self._max_prefill_seqs
-        assert pages <= room, f"{pages} pages in {plan.key}, room for {room}"
-
     def check_integrity(self) -> None:
         """Asserts that nothing is lost, shared or out of order. O(pages + requests): for tests and idle moments."""
         running, waiting = self._running, self._waiting
-        self._pool.check_integrity(request.pages for request in running)
+        self._pages.check_integrity(running)
         assert sorted([*self._free_rows, *(r.row for r in running)]) == list(range(self.config.max_num_seqs)), (
             f"rows free {sorted(self._free_rows)}, in use {[r.row for r in running]}"
         )

@@ -101,7 +101,7 @@ def test_an_assignment_needs_adapters():
 
 def test_the_line_on_adapters():
     result = dict.fromkeys("requests_per_second total_tokens_per_second output_tokens_per_second".split(), 1.0)
-    result |= dict.fromkeys("prompt_tokens output_tokens steps preemptions slot_writes".split(), 1)
+    result |= dict.fromkeys("prompt_tokens output_tokens steps preemptions slot_writes prefix_cache_hits".split(), 1)
     result |= dict(wall_seconds=1.5, num_prompts=8, ttft_median=0.1, ttft_p99=0.1, num_loras=2)
     line = throughput.table(result | dict(requests_with_adapter=5, distinct_adapters=1))[3]
     assert line == "Time: 1.500 s for 8 requests, 5 of them with an adapter: 1 of 2 drawn"
@@ -219,7 +219,7 @@ class FakeEngine:
         self.wrong, self.cut, self.steps = wrong, cut, 3
 
     def stats(self):
-        return dict(steps=self.steps, preemptions=7, slot_writes=2, failed_steps=0)
+        return dict(steps=self.steps, preemptions=7, slot_writes=2, failed_steps=0, prefix_cache_hits=0)
 
     def make_request(self, prompt, params, lora_request):
         self.now += 0.25
@@ -262,7 +262,7 @@ def test_times_counts_and_adapters():
     assert got.first == [2.75, 2.75, 3.75] and got.wall == 3.75
     assert got.done == [(2.75, 2), (3.75, 4)]
     assert (got.prompt_tokens, got.output_tokens) == (6, 4)
-    assert got.counters == dict(steps=4, preemptions=0, slot_writes=0, failed_steps=0)
+    assert got.counters == dict(steps=4, preemptions=0, slot_writes=0, failed_steps=0, prefix_cache_hits=0)
     assert ended == [52.75, 53.75, 53.75] and not engine.has_unfinished()
     assert [lora and lora.lora_name for _, _, lora in engine.seen] == ["b", None, "a"]
     assert [p.max_tokens for _, p, _ in engine.seen] == [2, 1, 1]

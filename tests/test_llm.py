@@ -222,11 +222,14 @@ def test_no_step_copies_the_cache(llm):
 
 
 def test_greedy_tokens_need_no_program_of_their_own(llm, oracles):
+    seen = []  # each run has a long prompt of its own, which no run before has computed
+
     def run(**params) -> tuple[list[int], dict[str, int]]:
         before = {r["key"]: r["hits"] for r in llm.step_table.report()}
         more = SamplingParams(**{**GREEDY, "max_tokens": 6, **params})
         both = [SamplingParams(max_tokens=6, **GREEDY), more]
-        output = llm.generate([prompt(tokens(0, 5)), prompt(tokens(1, 40))], both, use_tqdm=False)[0]
+        output = llm.generate([prompt(tokens(0, 5)), prompt(tokens(900 + len(seen), 40))], both, use_tqdm=False)[0]
+        seen.append(output)
         ran = {r["key"]: r["hits"] - before[r["key"]] for r in llm.step_table.report() if r["hits"] > before[r["key"]]}
         return output.outputs[0].token_ids, ran
 

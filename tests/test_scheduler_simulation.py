@@ -15,6 +15,7 @@ arrivals = st.lists(
         st.integers(1, 24),  # prompt tokens
         st.integers(1, 8),  # max_tokens
         st.sampled_from([None, "a", "b", "c", "d"]),
+        st.sampled_from([0, 0, 3, 9, 24]),  # tokens that all prompts begin with
     ),
     min_size=1,
     max_size=14,
@@ -37,14 +38,16 @@ events = st.dictionaries(
     slots=st.integers(1, 3),
     lags=st.one_of(st.just([True]), st.lists(st.booleans(), min_size=1, max_size=5)),
     broken=st.sampled_from([0, 11]),
+    prefix_caching=st.sampled_from([True, True, False]),
 )
 def test_every_request_gets_what_it_gets_alone(
-    arrivals, events, seqs, tokens, spare_pages, page_size, slots, lags, broken
+    arrivals, events, seqs, tokens, spare_pages, page_size, slots, lags, broken, prefix_caching
 ):
     model_len = 40
-    longest = max(prompt + output for _, prompt, output, _ in arrivals)
+    longest = max(prompt + output for _, prompt, output, *_ in arrivals)
     pages = 1 + -(-longest // page_size) + spare_pages
-    sim = Simulation(SchedulerConfig(seqs, tokens, model_len), CacheConfig(page_size, pages), slots, Rates(23, broken))
+    config = SchedulerConfig(seqs, tokens, model_len, enable_prefix_caching=prefix_caching)
+    sim = Simulation(config, CacheConfig(page_size, pages), slots, Rates(23, broken))
     clock, due = 0, []
     for delay, *request in arrivals:
         clock += delay

@@ -86,7 +86,8 @@ def add_batch_arguments(group: argparse._ArgumentGroup, *, output_len: int | Non
 def add_batch_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, as `batch_engine_args` reads them."""
     add_engine_arguments(parser)
-    parser.set_defaults(enable_lora=None)  # False is --no-enable-lora, which contradicts active adapters
+    # False is --no-enable-lora, which contradicts active adapters. The same prompts come again in every round.
+    parser.set_defaults(enable_lora=None, enable_prefix_caching=False)
 
 
 def batch_engine_args(options: argparse.Namespace, active: int, **more: Any) -> EngineArgs:

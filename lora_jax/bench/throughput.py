@@ -36,7 +36,7 @@ OF_RANDOM_LISTS: dict[str, Any] = {  # options that mean nothing to a list from 
     "lora_assignment": None,
     "lora_share": None,
 }
-COUNTED = ("steps", "preemptions", "slot_writes", "failed_steps")  # of the engine's counters
+COUNTED = ("steps", "preemptions", "slot_writes", "failed_steps", "prefix_cache_hits")  # of the engine's counters
 
 
 @dataclass
@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-warmups", type=count, default=8, metavar="N", help="requests run before, not timed")
     group.add_argument("--disable-detokenize", action="store_true", help="make token ids only, no text")
     add_engine_arguments(parser)
+    parser.set_defaults(enable_prefix_caching=False)  # a first run on a list would make the second one faster
 
 
 def run(options: argparse.Namespace, show: Callable[[str], None] = print) -> dict[str, Any]:
@@ -275,7 +276,8 @@ def table(result: dict[str, Any]) -> list[str]:
         f"Total num output tokens:  {r['output_tokens']}",
         time,
         f"Time to first token: median {r['ttft_median'] * 1e3:.2f} ms, P99 {r['ttft_p99'] * 1e3:.2f} ms, queueing included",
-        f"Steps: {r['steps']}, preemptions: {r['preemptions']}, adapter slot writes: {r['slot_writes']}",
+        f"Steps: {r['steps']}, preemptions: {r['preemptions']}, adapter slot writes: {r['slot_writes']}, "
+        f"prompt tokens found in the prefix cache: {r['prefix_cache_hits']}",
     ]
 
 

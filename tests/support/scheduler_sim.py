@@ -21,6 +21,10 @@ from lora_jax.scheduler import Scheduler
 class FakeAdapter:
     name: str
 
+    @property
+    def content_hash(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -119,6 +123,7 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> dict[str, int]:
         for slot, adapter in plan.slot_writes:
             self.slots[slot] = adapter
+        self.rows.update({request.row: request.request_id for request in plan.begun})
         for row in plan.rows:
             self._write(row, plan.phase == "decode")
         sampled = {row.request.request_id: self._sample(row) for row in plan.rows if row.samples}
@@ -127,8 +132,6 @@ class FakeDevice:
 
     def _write(self, row: ScheduledRow, decode: bool) -> None:
         request = row.request
-        if row.start == 0:
-            self.rows[request.row] = request.request_id
         assert self.rows.get(request.row) == request.request_id, f"row {request.row} holds {self.rows.get(request.row)}"
         name = self.slots[request.slot].name if request.slot >= 0 else "base"
         for position in range(row.start, row.start + row.num_tokens):
@@ -164,11 +167,12 @@ class Simulation:
         self.preempted: Counter[str] = Counter()
         self.stalled = ("", 0)  # the oldest running request, and for how many steps in a row it did not advance
 
-    def add(self, num_prompt: int, max_tokens: int, adapter: str | None = None) -> Request:
+    def add(self, num_prompt: int, max_tokens: int, adapter: str | None = None, common: int = 0) -> Request:
+        """common: how many of the first tokens are those that all requests begin with."""
         n = len(self.requests)
         request = Request(
             f"r{n}",
-            [zlib.crc32(f"{n}/{i}".encode()) % 1000 for i in range(num_prompt)],
+            [zlib.crc32(f"{n if i >= common else 'all'}/{i}".encode()) % 1000 for i in range(num_prompt)],
             SamplingParams(max_tokens=max_tokens),
             adapter=self.adapters.setdefault(adapter, FakeAdapter(adapter)) if adapter else None,
         )
@@ -292,7 +296,8 @@ class Simulation:
         else:
             assert tokens <= self.config.max_num_batched_tokens and len(rows) <= self.config.max_prefill_seqs
             assert plan.key.bucket in self.config.token_buckets and tokens <= plan.key.bucket
-            assert all(row.start == 0 for row in rows[1:]) and all(row.samples for row in rows[:-1])
+            assert all(row.samples for row in rows[:-1])
+            assert sum(len(row.request.pages) for row in rows) <= self.cache.most_listed(self.config)
         if len(self.plans) > 1 and plan.phase == self.plans[-2].phase == "prefill":
             planned = {id(row.request) for row in rows}
             ready = [r for r in self._alive() if r.row >= 0 and id(r) not in planned and not awaits_end(r)]
