@@ -34,11 +34,10 @@ __all__ = [
     "LoRAWeights",
     "LoadReport",
     "TargetSpec",
-    "folded_b",
+    "for_slots",
     "peek_rank",
     "read_adapter",
     "resolve_adapter_path",
-    "rounded_a",
 ]
 
 _uids = itertools.count(1)
@@ -46,9 +45,9 @@ _uids = itertools.count(1)
 
 @dataclass(frozen=True, eq=False)
 class LoRAWeights:
-    """LoRA of one module: W + scale * b @ a (an embedding: rows of W + scale * (b @ a).T).
+    """LoRA of one module as slots take it: W + b.T @ a (an embedding: rows of W + (b.T @ a).T).
 
-    a: [rank, in_features], b: [out_features, rank], each in its stored dtype (float32, bfloat16 or float16).
+    a: [rank, in_features], b: [rank, out_features] with the scale in it, both in the slots' dtype and read only.
     """
 
     module: str
@@ -116,20 +115,18 @@ class Adapter:
     report: LoadReport
 
 
-def folded_b(weights: LoRAWeights, dtype: DTypeLike) -> np.ndarray:
-    """scale * b as [out_features, rank] in `dtype`: multiplied in float32, rounded once.
+def for_slots(module: str, a: np.ndarray, b: np.ndarray, scale: float, dtype: DTypeLike) -> LoRAWeights:
+    """Of a [rank, in_features] and b [out_features, rank] as a file has them; scale * b is multiplied in float32, rounded once.
 
     Raises: AdapterError naming the module when a value does not fit `dtype`.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        out = (weights.b.astype(np.float32) * np.float32(weights.scale)).astype(dtype)
-    return _fits(out, f"scale * lora_B of {weights.module} (scale {weights.scale:g})")
-
-
-def rounded_a(weights: LoRAWeights, dtype: DTypeLike) -> np.ndarray:
-    """a as [rank, in_features] in `dtype`. Raises: AdapterError naming the module when a value does not fit."""
-    with np.errstate(over="ignore"):
-        return _fits(weights.a.astype(dtype), f"lora_A of {weights.module}")
+        folded = (b.T.astype(np.float32) * np.float32(scale)).astype(dtype, order="C")
+        rounded = a.astype(dtype)
+    _fits(rounded, f"lora_A of {module}")
+    _fits(folded, f"scale * lora_B of {module} (scale {scale:g})")
+    rounded.flags.writeable = folded.flags.writeable = False
+    return LoRAWeights(module, rounded, folded, scale)
 
 
 def _fits(values: np.ndarray, what: str) -> np.ndarray:
@@ -186,14 +183,14 @@ def read_adapter(
             for tensor, spec in files.base_copies.items():
                 check_base_copy(tensor, spec, reader, base_tensor)
             casts: Counter[tuple[str, str]] = Counter()
-            pairs = (files.pairs[module] for module in sorted(files.pairs))
-            weights = [_read_module(pair, config, reader, np.dtype(dtype), casts) for pair in pairs]
+            pairs, digest = (files.pairs[module] for module in sorted(files.pairs)), hashlib.sha256()
+            weights = [_read_module(pair, config, reader, np.dtype(dtype), casts, digest) for pair in pairs]
         if file_versions(folder) != versions:  # old weights under a new scale, say
             raise AdapterError("its files changed while they were read: load it again once they are complete")
     report = LoadReport(
         name=name,
         path=os.fspath(path),
-        content_hash=_content_hash(weights),
+        content_hash=digest.hexdigest(),
         rank=max(w.rank for w in weights),
         ranks={w.module: w.rank for w in weights},
         scales={w.module: w.scale for w in weights},
@@ -219,14 +216,22 @@ def _named(what: str, path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _read_module(
-    pair: TensorPair, config: PeftConfig, reader: SafetensorsReader, dtype: np.dtype, casts: Counter[tuple[str, str]]
+    pair: TensorPair,
+    config: PeftConfig,
+    reader: SafetensorsReader,
+    dtype: np.dtype,
+    casts: Counter[tuple[str, str]],
+    digest: Any,
 ) -> LoRAWeights:
-    """Both tensors of one module, finite, at most float32, and within the range of the slots' dtype."""
-    a, b = (_read_array(reader, tensor, dtype, casts) for tensor in (pair.a, pair.b))
-    weights = LoRAWeights(pair.target.name, a, b, config.scale(pair.trained_as, len(a)))
-    rounded_a(weights, dtype)
-    folded_b(weights, dtype)
-    return weights
+    """Both tensors of one module, finite, at most float32, and within the range of the slots' dtype; into the digest go its name
+    and scale, and their shapes, dtypes and values as the file has them."""
+    name, (a, b) = pair.target.name, (_read_array(reader, tensor, dtype, casts) for tensor in (pair.a, pair.b))
+    scale = config.scale(pair.trained_as, len(a))
+    for array in (a, b):
+        digest.update(f"{name}|{array.dtype.name}|{array.shape}|".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    digest.update(struct.pack("<d", scale))
+    return for_slots(name, a, b, scale, dtype)
 
 
 def _read_array(reader: SafetensorsReader, tensor: str, dtype: np.dtype, casts: Counter[tuple[str, str]]) -> np.ndarray:
@@ -242,16 +247,4 @@ def _read_array(reader: SafetensorsReader, tensor: str, dtype: np.dtype, casts: 
             array = _fits(array.astype(np.float32), f"tensor {tensor!r}")
     if array.dtype != dtype:
         casts[array.dtype.name, dtype.name] += 1
-    array.flags.writeable = False
     return array
-
-
-def _content_hash(weights: list[LoRAWeights]) -> str:
-    """Of names, shapes, dtypes, values and scales. weights: sorted by module."""
-    digest = hashlib.sha256()
-    for w in weights:
-        for array in (w.a, w.b):
-            digest.update(f"{w.module}|{array.dtype.name}|{array.shape}|".encode())
-            digest.update(array.reshape(-1).view(np.uint8).data)
-        digest.update(struct.pack("<d", w.scale))
-    return digest.hexdigest()

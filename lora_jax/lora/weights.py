@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ..config import LoRAConfig
-from .adapter import Adapter, TargetSpec, folded_b, rounded_a
+from .adapter import Adapter, TargetSpec
 from .sites import GroupShape
 
 Stacks = dict[str, tuple[jax.Array, ...]]
@@ -45,8 +44,8 @@ def place_arrays(
     piece: int,
     dtype,
 ) -> PlaceArrays:
-    """A and B of the piece-th `rank` ranks for every group, [layers, 1, ...], absent modules and ranks zero, scale folded into
-    B."""
+    """A and B of the piece-th `rank` ranks for every group, [layers, 1, ...], absent modules and ranks zero. dtype: what the
+    adapter was read for."""
     out: PlaceArrays = {}
     for name, shape in groups.items():
         a, b = shape.shapes(1, rank)
@@ -57,10 +56,10 @@ def place_arrays(
             continue
         spec = targets[module]
         shape, (a, b) = groups[spec.group], out[spec.group]
-        own = dataclasses.replace(weights, a=weights.a[ranks], b=weights.b[:, ranks])
-        own_a, own_b = rounded_a(own, dtype), folded_b(own, dtype)
+        own_a, own_b = weights.a[ranks], weights.b[ranks]
+        assert own_a.dtype == own_b.dtype == dtype, f"{module} of {own_a.dtype} for slots of {dtype}"
         r, start = len(own_a), sum(shape.slices[: spec.slice])
-        b[spec.layer, 0, :r, start : start + spec.out_features] = own_b.T
+        b[spec.layer, 0, :r, start : start + spec.out_features] = own_b
         if shape.kind == "embedding":
             a[spec.layer, 0, :, :r] = own_a.T
         else:

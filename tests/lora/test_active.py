@@ -27,7 +27,7 @@ def adapter(**ranks: int) -> Adapter:
     modules = {}
     for name, rank in ranks.items():
         spec = TARGETS[name.lstrip("m").replace("_", ".")]
-        a, b = np.ones((rank, spec.in_features), np.float32), np.ones((spec.out_features, rank), np.float32)
+        a, b = np.ones((rank, spec.in_features), np.float32), np.ones((rank, spec.out_features), np.float32)
         modules[spec.name] = LoRAWeights(spec.name, a, b, 1.0)
     return Adapter(0, "a", "", "", max(ranks.values()), modules, LoadReport("a", "", "", 1, {}, {}, (), (), (), 0, ()))
 

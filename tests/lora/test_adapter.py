@@ -11,7 +11,7 @@ import pytest
 from adapter_folders import HIDDEN, RANK, VOCAB, base_targets, config, load, pair, tensors, write
 
 from lora_jax.errors import AdapterError
-from lora_jax.lora.adapter import LoRAWeights, folded_b, peek_rank, read_adapter
+from lora_jax.lora.adapter import for_slots, peek_rank, read_adapter
 
 
 def test_report(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_report(tmp_path: Path) -> None:
     assert set(report.applied) == set(adapter.modules) == set(report.ranks) == set(report.scales)
     assert report.ignored == ("base_model.model.lm_head.base_layer.weight",)
     assert report.missing == ("model.layers.1.self_attn.v_proj",)
-    assert report.bytes == 4 * sum(w.a.size + w.b.size for w in adapter.modules.values())
+    assert report.bytes == 2 * sum(w.a.size + w.b.size for w in adapter.modules.values())
     assert set(report.scales.values()) == {1.5}
     assert report.notes == ("8 tensors cast from float32 to bfloat16",)
     assert json.loads(json.dumps(report.as_dict()))["missing"] == ["model.layers.1.self_attn.v_proj"]
@@ -138,11 +138,10 @@ def test_copies_of_base_weights(tmp_path: Path) -> None:
 
 def test_scale_is_folded_in_float32_and_rounded_once() -> None:
     b = np.arange(1, 257, dtype=np.float32).astype(ml_dtypes.bfloat16)[:, None]
-    weights = LoRAWeights("m", np.ones((1, 1), np.float32), b, 3 / 7)
     want = (b.astype(np.float64) * (3 / 7)).astype(np.float32).astype(ml_dtypes.bfloat16)
-    got = folded_b(weights, ml_dtypes.bfloat16)
-    assert got.dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(got, want)
+    got = for_slots("m", np.ones((1, 1), np.float32), b, 3 / 7, ml_dtypes.bfloat16).b
+    assert got.dtype == ml_dtypes.bfloat16 and got.flags.c_contiguous
+    np.testing.assert_array_equal(got, want.T)
     rounded_scale = np.array(3 / 7, ml_dtypes.bfloat16).astype(np.float32)
     twice = (b.astype(np.float32) * rounded_scale).astype(ml_dtypes.bfloat16)
     assert (twice != want).any(), "these values cannot tell one rounding from two"
