@@ -127,6 +127,10 @@ class LoRAConfig:
         """At most."""
         return self.padded_rank // self.place_rank
 
+    def places_for(self, rank: int) -> int:
+        """That an adapter takes."""
+        return -(-rank // self.place_rank)
+
     @property
     def num_places(self) -> int:
         """Of the device stacks. Where a slot never needs more than one, each has its own."""

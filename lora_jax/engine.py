@@ -72,7 +72,12 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         spec = self._runtime.spec
         choose = None if spec.item_buckets is None else spec.item_buckets.choose
-        return Scheduler(spec.builder.scheduler, spec.builder.cache, self._slots, choose)
+        return Scheduler(spec.builder.scheduler, spec.builder.cache, self._slots, choose, self._is_ready)
+
+    def _is_ready(self, adapter: Adapter) -> bool:
+        """Whether it lies in a slot or can be written to one without waiting for the host."""
+        assert self._slots is not None
+        return self._slots.slot_of(adapter) is not None or self._runtime.stage(adapter)
 
     # -- requests --
 

@@ -16,6 +16,10 @@ class SlotSource(Protocol):
         """(slot, whether the weights must be written into it first), or None: running requests hold every slot."""
         ...
 
+    def available(self, adapter: Any, /) -> bool:
+        """Whether `acquire` would give a slot."""
+        ...
+
     def keeps(self, adapter: Any, /) -> bool:
         """Whether nobody else can get the slot that the adapter has."""
         ...

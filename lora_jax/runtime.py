@@ -12,6 +12,7 @@ import numpy as np
 
 from .dispatch import StepTable
 from .lora.adapter import Adapter
+from .lora.staging import Staging
 from .lora.weights import place_arrays
 from .plan import ScheduledRow, StepPlan
 from .request import Logprobs, Request
@@ -54,6 +55,7 @@ class Runtime:
         self._params, self._text = params, token_text
         self._rows, self._settings = spec.builder.table(), spec.row_settings()
         self._slot_ranks = spec.lora.slot_ranks() if spec.lora else None
+        self._staging = Staging(self._place_arrays)
         self._on_device: dict[StepKey, tuple[tuple[np.ndarray, ...], Any]] = {}
         self._make_state()
 
@@ -76,16 +78,27 @@ class Runtime:
         jax.block_until_ready((self._kv, self._state, self._last_tokens))
         self.table.reset_hits()
 
+    def stage(self, adapter: Adapter) -> bool:
+        """Whether `write_slot` of it is a copy on the device. If not, another thread sends it there: ask again. From any thread."""
+        return self._staging.ready(adapter)
+
     def write_slot(self, slot: int, places: Sequence[int], adapter: Adapter) -> None:
         """Put an adapter's weights in the places of a device slot, every module of it. Steps dispatched before still see the old
         ones."""
-        lora = self.spec.lora
+        lora, write = self.spec.lora, StepKey("write_slot", 1, lora=True)
         assert lora is not None and self._slot_ranks is not None
-        rank, dtype, write = lora.config.place_rank, jnp.dtype(self.spec.dtype), StepKey("write_slot", 1, lora=True)
-        for piece, place in enumerate(places):
-            arrays = place_arrays(adapter, lora.targets, lora.groups, rank, piece, dtype)
+        for piece, (place, arrays) in enumerate(zip(places, self._staging.take(adapter), strict=True)):
             self._stacks = self._call(write, self._stacks, np.array((place, slot, piece), np.int32), arrays)
         self._slot_ranks.put(slot, places, adapter, lora.targets)
+
+    def _place_arrays(self, adapter: Adapter) -> list[Any]:
+        """Of each of its places what is written there, on the device."""
+        lora = self.spec.lora
+        assert lora is not None
+        rank, dtype = lora.config.place_rank, jnp.dtype(self.spec.dtype)
+        pieces = range(lora.config.places_for(adapter.rank))
+        arrays = [place_arrays(adapter, lora.targets, lora.groups, rank, piece, dtype) for piece in pieces]
+        return jax.block_until_ready(jax.device_put(arrays, self.spec.setup.sharding))
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Hand one step to the device, without waiting for it or for those before."""
@@ -124,6 +137,7 @@ class Runtime:
         """Make all device state but the parameters anew, after a step that failed or was interrupted; the caller computes
         every request again and has every adapter slot written again."""
         self._kv, self._state, self._last_tokens, self._stacks = None, None, None, None  # free the old before
+        self._staging.forget()
         self._make_state()
 
     def _call(self, key: StepKey, *args: Any) -> Any:

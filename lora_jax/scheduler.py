@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from .config import CacheConfig, SchedulerConfig
+from .draining import Draining
 from .kv_pages import KVPages
 from .plan import ScheduledRow, SchedulerStats, SlotSource, StepPlan
 from .request import FinishReason, Request
@@ -39,10 +40,9 @@ class Scheduler:
     Order. Requests are admitted as they came. A request enters when a row, the pages of all its tokens (plus one page
     for each running request, so that it isn't thrown out at once) and its adapter's slot are there. A request that
     lacks only a slot may be passed by later ones that need none or whose adapter has one. So that it doesn't wait for
-    ever, one adapter drains for the oldest such request once `max_passes` (max_num_seqs) requests with adapters have
-    passed: the adapter with the fewest running requests at that time may not pass any more, nor may adapters that have no slot.
-    Its slot is free when those have ended, however many others come; another drains when that is not room enough.
-    Prefill and decode steps alternate while there is work for both.
+    ever, one adapter drains for the oldest such request once max_num_seqs requests with adapters have passed (`Draining`): its
+    slot is free when its requests have ended, however many others come. While an adapter is made ready for a slot that
+    it could get, others pass as well. Prefill and decode steps alternate while there is work for both.
 
     Preemption. When pages run out, the running request that came last gives everything back, keeps its tokens, and
     waits in order of arrival; all its tokens are computed again later. So the oldest running request is never
@@ -55,17 +55,17 @@ class Scheduler:
         cache: CacheConfig,
         slots: SlotSource | None = None,
         choose_items: Callable[[int, set[Any]], int] | None = None,
+        is_ready: Callable[[Any], bool] = lambda adapter: True,
     ):
         """slots: None where no adapters are served. choose_items: StepKey.items of a decode step of so many rows, from its
-        adapters; None: 0."""
+        adapters; None: 0. is_ready: whether an adapter's slot can be written at once, rather than soon."""
         self.config = config
         self.cache = cache
         self.max_pages_per_seq = cache.pages_for(config.max_model_len)
-        self.max_passes = config.max_num_seqs
         self.preemptions = 0
         self._max_prefill_seqs, self._most_listed = config.max_prefill_seqs, cache.most_listed(config)
         self._buckets = {"prefill": config.token_buckets, "decode": config.row_buckets}
-        self._slots, self._choose_items = slots, choose_items
+        self._slots, self._choose_items, self._is_ready = slots, choose_items, is_ready
         self._pages = KVPages(cache, prefix_caching=config.enable_prefix_caching)
         self._requests: dict[str, Request] = {}
         self._order: dict[Request, int] = {}  # position in order of arrival
@@ -73,9 +73,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # both lists in order of arrival
         self._running: list[Request] = []
         self._partial: Request | None = None  # the running request whose prefill isn't through yet
-        self._lacks_slot: Request | None = None  # the oldest request that lacked a slot at the last look,
-        self._passes = 0  # how many requests with adapters have passed it,
-        self._draining: Any = None  # and the adapter that drains for it, if they were enough
+        self._draining = Draining(config.max_num_seqs)
         self._free_rows = list(range(config.max_num_seqs))  # a heap
         self._unresolved: deque[StepPlan] = deque()  # oldest first
         self._last_phase = "decode"
@@ -120,8 +118,7 @@ class Scheduler:
             self._blocked = False
         del self._requests[request.request_id], self._order[request]
         request.finish_reason, request.pending = reason, 0
-        if request is self._lacks_slot:  # nothing that has ended is kept: it holds its adapter
-            self._lacks_slot, self._draining = None, None
+        self._draining.ends(request)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request with reason "abort". None: no such request, for instance because it has ended."""
@@ -164,6 +161,8 @@ class Scheduler:
             plan = self._plan_decode() or self._plan_prefill()
         else:
             plan = self._plan_prefill() or self._plan_decode()
+        if plan is None and not self._unresolved:
+            plan = self._plan_prefill(wait=True)
         if plan is None:
             assert self._unresolved, f"no progress is possible: {self.stats()}, head {self._waiting[:1]}"
             return None
@@ -217,7 +216,8 @@ class Scheduler:
             rows.sort(key=lambda row: row.request.slot)
         return StepPlan("decode", rows, key)
 
-    def _plan_prefill(self) -> StepPlan | None:
+    def _plan_prefill(self, *, wait: bool = False) -> StepPlan | None:
+        """wait: nothing else can run, so the first request may come whose adapter is not ready."""
         rows: list[ScheduledRow] = []
         writes: list[tuple[int, Any]] = []
         begun: list[Request] = []
@@ -229,7 +229,7 @@ class Scheduler:
             self._pages.offer(self._partial, row.start + row.num_tokens)
             rows.append(row)
             budget -= row.num_tokens
-        self._admit(rows, writes, begun, budget)
+        self._admit(rows, writes, begun, budget, wait)
         if not rows:
             return None
         tokens = sum(row.num_tokens for row in rows)
@@ -238,55 +238,48 @@ class Scheduler:
         return StepPlan("prefill", rows, self._key("prefill", tokens, rows), writes, begun)
 
     def _admit(
-        self, rows: list[ScheduledRow], writes: list[tuple[int, Any]], begun: list[Request], budget: int
+        self, rows: list[ScheduledRow], writes: list[tuple[int, Any]], begun: list[Request], budget: int, wait: bool
     ) -> None:
         """Appends waiting requests to a prefill plan, as far as they fit."""
         if self._blocked:
             return
         full, listed = False, sum(len(row.request.pages) for row in rows)
-        lacking = False
+        lacking = fetching = False
         refused: set[int] = set()  # ids of adapters: a long queue asks once for each
         for request in list(self._waiting):
             full = not budget or len(rows) == self._max_prefill_seqs
             if full or request.pending or not self._free_rows:
                 break
-            adapter = request.adapter
-            if adapter is not None and (id(adapter) in refused or (lacking and self._may_not_pass(adapter))):
-                refused.add(id(adapter))
-                continue
+            adapter, slots = request.adapter, self._slots
+            if adapter is not None and slots is not None:
+                barred = lacking and self._draining.bars(adapter, slots, self._running)
+                if barred or id(adapter) in refused:
+                    refused.add(id(adapter))
+                    continue
             found = self._pages.find(request)
             more = len(found) + self.cache.pages_for(min(budget, len(request.token_ids)))
             full = bool(rows) and listed + more > self._most_listed
             if full or not self._pages.fits(request, found, len(self._running)):
                 break
-            if adapter is not None:
+            if adapter is not None and slots is not None:
+                if slots.available(adapter) and not self._is_ready(adapter) and not (wait and not rows):
+                    refused.add(id(adapter))
+                    fetching = True
+                    continue
                 if not self._acquire_slot(request, writes):
                     refused.add(id(adapter))
-                    if not lacking and request is not self._lacks_slot:
-                        self._lacks_slot, self._passes, self._draining = request, 0, None
+                    if not lacking:
+                        self._draining.lacks(request)
                     lacking = True
                     continue
-                self._passes += lacking
-            if request is self._lacks_slot:
-                self._lacks_slot, self._draining = None, None
+                if lacking:
+                    self._draining.passed()
+            self._draining.ends(request)
             row = self._start(request, found, budget)
             rows.append(row)
             begun.append(request)
             budget, listed = budget - row.num_tokens, listed + len(request.pages)
-        self._blocked = not begun and not full
-
-    def _may_not_pass(self, adapter: Any) -> bool:
-        """Whether this adapter may not pass the oldest request without a slot: one that runs and whose slot it is to get, or one
-        that would take places which come free for it."""
-        if self._passes < self.max_passes:
-            return False
-        assert self._slots is not None
-        if not self._slots.keeps(adapter):
-            return True
-        running = Counter(r.adapter for r in self._running if r.adapter is not None)
-        if self._draining not in running:
-            self._draining = min(running, key=running.__getitem__, default=None)
-        return adapter is self._draining
+        self._blocked = not begun and not full and not fetching
 
     # -- resources of one request --
 

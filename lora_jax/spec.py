@@ -23,6 +23,7 @@ from .lora.adapter import TargetSpec
 from .lora.apply import attach
 from .lora.sites import GroupShape, LoRASite, group_shapes, target_specs
 from .lora.slots import SlotManager
+from .lora.staging import ROOM as STAGED
 from .lora.weights import place_avals, stack_avals, write_place
 from .models.config import ModelConfig
 from .models.llama import abstract_model, lora_sites
@@ -249,7 +250,14 @@ def build_table(spec: RuntimeSpec, params: Any, *, threads: int, progress: Calla
 
 
 def fixed_bytes(spec: RuntimeSpec, params: Any) -> tuple[int, int, int]:
-    """Bytes of weights, LoRA slots and sampling state."""
+    """Bytes of weights, LoRA slots with the adapters on their way to them, and sampling state."""
     size = lambda tree: sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     state = state_avals(spec.builder.scheduler.max_num_seqs, spec.model.vocab_size)
-    return size(params), size(_lora_stacks(spec)) if spec.lora else 0, size(state)
+    return size(params), size(_lora_stacks(spec)) + size(_staged(spec)) if spec.lora else 0, size(state)
+
+
+def _staged(spec: RuntimeSpec) -> list[Any]:
+    """Shapes of what lies on the device before slots are written."""
+    assert spec.lora is not None
+    places = STAGED * spec.lora.config.places_of_slot
+    return [place_avals(_lora_stacks(spec), jax.ShapeDtypeStruct)] * places

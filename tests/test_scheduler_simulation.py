@@ -39,15 +39,16 @@ events = st.dictionaries(
     lags=st.one_of(st.just([True]), st.lists(st.booleans(), min_size=1, max_size=5)),
     broken=st.sampled_from([0, 11]),
     prefix_caching=st.sampled_from([True, True, False]),
+    loads=st.sampled_from([0, 0, 1, 3]),
 )
 def test_every_request_gets_what_it_gets_alone(
-    arrivals, events, seqs, tokens, spare_pages, page_size, slots, lags, broken, prefix_caching
+    arrivals, events, seqs, tokens, spare_pages, page_size, slots, lags, broken, prefix_caching, loads
 ):
     model_len = 40
     longest = max(prompt + output for _, prompt, output, *_ in arrivals)
     pages = 1 + -(-longest // page_size) + spare_pages
     config = SchedulerConfig(seqs, tokens, model_len, enable_prefix_caching=prefix_caching)
-    sim = Simulation(config, CacheConfig(page_size, pages), slots, Rates(23, broken))
+    sim = Simulation(config, CacheConfig(page_size, pages), slots, Rates(23, broken), loads)
     clock, due = 0, []
     for delay, *request in arrivals:
         clock += delay

@@ -130,8 +130,12 @@ class SlotManager:
             slot = self._slots.get(adapter)
             must_write = slot is None
             if slot is None:
-                if not self._make_room(self._needs(adapter)):
+                victims = self._victims(self._needs(adapter))
+                if victims is None:
                     return None
+                for victim in victims:
+                    self._evictions += 1
+                    self._give_back(victim)
                 self._free.sort()
                 slot = self._slots[adapter] = self._free.pop(0)
                 self._take_places(adapter, slot)
@@ -140,6 +144,11 @@ class SlotManager:
                 self._hits += 1
             self._holds[adapter] = self._holds.get(adapter, 0) + 1
             return slot, must_write
+
+    def available(self, adapter: Adapter) -> bool:
+        """Whether `acquire` would give a slot."""
+        with self._lock:
+            return adapter in self._slots or self._victims(self._needs(adapter)) is not None
 
     def release(self, adapter: Adapter) -> None:
         """Ends one `acquire`. The weights stay in the slot while the adapter is registered and nobody else needs it."""
@@ -217,9 +226,9 @@ class SlotManager:
         """Places."""
         return 1 if self._num_places is None else -(-adapter.rank // self._place_rank)
 
-    def _make_room(self, places: int) -> bool:
-        """Evicts idle adapters, those least recently released first, until a slot and so many places are free. False, and
-        nothing is evicted: there are not enough."""
+    def _victims(self, places: int) -> list[Adapter] | None:
+        """Idle adapters to evict, those least recently released first, so that a slot and so many places are free. None: there are
+        not enough."""
 
         def enough(free: int, free_places: int) -> bool:
             return free > 0 and (self._num_places is None or free_places >= places)
@@ -229,12 +238,7 @@ class SlotManager:
         while not enough(free, free_places) and len(victims) < len(idle):
             victims.append(idle[len(victims)])
             free, free_places = free + 1, free_places + len(self._places[victims[-1]])
-        if not enough(free, free_places):
-            return False
-        for victim in victims:
-            self._evictions += 1
-            self._give_back(victim)
-        return True
+        return victims if enough(free, free_places) else None
 
     def _take_places(self, adapter: Adapter, slot: int) -> None:
         if self._num_places is None:

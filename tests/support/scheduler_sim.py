@@ -151,10 +151,16 @@ class FakeDevice:
 class Simulation:
     """Drives a scheduler over the fake device, checks every step, collects what each request gave."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, num_slots: int = 0, rates: Rates = Rates()):
-        self.config, self.cache, self.rates = config, cache, rates
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheConfig, num_slots: int = 0, rates: Rates = Rates(), loads: int = 0
+    ):
+        """loads: how many plans an adapter is asked for in before it can be written to a slot."""
+        self.config, self.cache, self.rates, self.loads = config, cache, rates, loads
         self.slots = FakeSlots(num_slots) if num_slots else None
-        self.scheduler = Scheduler(config, cache, self.slots)
+        self.scheduler = Scheduler(config, cache, self.slots, None, self._is_ready)
+        self.asked: dict[FakeAdapter, set[int]] = {}  # in which plans, since it was last written to a slot
+        self.not_ready: set[FakeAdapter] = set()  # at the last plan
+        self.looks = 0
         self.device = FakeDevice(cache, rates)
         self.requests: list[Request] = []
         self.adapters: dict[str, FakeAdapter] = {}
@@ -166,6 +172,16 @@ class Simulation:
         self.may_drain: set[FakeAdapter] | None = None  # and the adapters that have not passed since that was too often
         self.preempted: Counter[str] = Counter()
         self.stalled = ("", 0)  # the oldest running request, and for how many steps in a row it did not advance
+
+    def _is_ready(self, adapter: FakeAdapter) -> bool:
+        assert self.slots is not None
+        if self.slots.resident(adapter):
+            return True
+        asked = self.asked.setdefault(adapter, set())
+        asked.add(self.looks)
+        if len(asked) <= self.loads:
+            self.not_ready.add(adapter)
+        return adapter not in self.not_ready
 
     def add(self, num_prompt: int, max_tokens: int, adapter: str | None = None, common: int = 0) -> Request:
         """common: how many of the first tokens are those that all requests begin with."""
@@ -195,7 +211,12 @@ class Simulation:
         """
         before = {r.request_id: (r.row, r.num_computed) for r in self._alive()}
         available = {r.request_id: self.slots.available(r.adapter) for r in self._alive() if self.slots and r.adapter}
+        self.looks, self.not_ready = self.looks + 1, set()
         plan = self.scheduler.plan()
+        for _, adapter in plan.slot_writes if plan else ():
+            self.asked.pop(adapter)
+            waited = adapter not in self.not_ready or not self.in_flight
+            assert waited, f"{adapter} is waited for while steps run"
         self.check()
         if plan is not None:
             self.plans.append(plan)
@@ -314,6 +335,8 @@ class Simulation:
         left = [(i, r) for i, r in enumerate(waited) if r.row < 0]
         for i, old in left:
             passing = [r for r in waited[i + 1 :] if r.row >= 0]
+            if old.adapter in self.not_ready:
+                continue
             if old is left[0][1]:
                 self._check_passes(old, [r.adapter for r in passing if r.adapter])
             assert not passing or (old.adapter and self.slots), f"{old.request_id} is passed by {passing[0].request_id}"
