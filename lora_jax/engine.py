@@ -123,6 +123,8 @@ class Engine:
                 raise EngineDeadError(f"the engine has stopped: {self._dead}")
             if request.request_id in self._outputs:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+            if request.params.n > 1:
+                raise RequestError("n > 1: add each of request.continuations(request)", param="n")
             if request.finish_reason is not None:
                 raise RequestError(
                     f"request {request.request_id!r} has ended: make a new one with make_request", param="request_id"

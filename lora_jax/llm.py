@@ -15,7 +15,16 @@ from .config import EngineArgs
 from .engine import Engine
 from .errors import ConfigError, RequestError
 from .lora.adapter import LoadReport
-from .request import CompletionOutput, LoRARequest, Prompt, Request, RequestOutput, SamplingParams, StepOutput
+from .request import (
+    CompletionOutput,
+    LoRARequest,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StepOutput,
+    continuations,
+)
 
 
 def engine_args(model: str, **options: Any) -> EngineArgs:
@@ -75,7 +84,7 @@ class LLM:
         params = [self.get_default_sampling_params() if p is None else p for p in given]
         loras = _one_each(lora_request, LoRARequest, len(many), "lora_request")
         requests = [self.engine.make_request(p, s, r) for p, s, r in zip(many, params, loras, strict=True)]
-        return self._run(requests, use_tqdm)
+        return self._run([continuations(request) for request in requests], use_tqdm)
 
     def chat(
         self,
@@ -112,12 +121,17 @@ class LLM:
         """See `Engine.stats`."""
         return self.engine.stats()
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, prompts: list[list[Request]], use_tqdm: bool) -> list[RequestOutput]:
+        """prompts: of each its continuations."""
         with self._running:  # one thread steps the engine
-            return self._run_alone(requests, use_tqdm)
+            return self._run_alone(prompts, use_tqdm)
 
-    def _run_alone(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        outputs = {r.request_id: _empty(r) for r in requests}
+    def _run_alone(self, prompts: list[list[Request]], use_tqdm: bool) -> list[RequestOutput]:
+        requests = [request for those in prompts for request in those]
+        results = [_empty(those) for those in prompts]
+        outputs = {
+            r.request_id: (result, r.index) for those, result in zip(prompts, results, strict=True) for r in those
+        }
         errors: list[Exception] = []
         open_ids = set(outputs)
         try:
@@ -128,7 +142,7 @@ class LLM:
                     for out in self.engine.step():
                         if out.request_id not in open_ids:
                             continue
-                        _extend(outputs[out.request_id], out)
+                        _extend(*outputs[out.request_id], out)
                         if out.error is not None:
                             errors.append(out.error)
                         if out.finished:
@@ -140,7 +154,9 @@ class LLM:
                 self.engine.abort(request_id)
         if errors:
             raise errors[0]
-        return [outputs[r.request_id] for r in requests]
+        for result in results:
+            result.finished = True
+        return results
 
 
 def _one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:
@@ -157,16 +173,16 @@ def _one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:
     return values
 
 
-def _empty(request: Request) -> RequestOutput:
-    wants = request.params.logprobs is not None
-    completion = CompletionOutput(0, "", [], [] if wants else None, 0.0 if wants else None)
-    return RequestOutput(
-        request.request_id, request.prompt, request.prompt_token_ids, None, [completion], False, request.lora_request
-    )
+def _empty(those: list[Request]) -> RequestOutput:
+    """those: the continuations of one prompt."""
+    request, wants = those[0], those[0].params.logprobs is not None
+    name = request.request_id if len(those) == 1 else request.request_id.partition("_")[2]
+    completions = [CompletionOutput(r.index, "", [], [] if wants else None, 0.0 if wants else None) for r in those]
+    return RequestOutput(name, request.prompt, request.prompt_token_ids, None, completions, False, request.lora_request)
 
 
-def _extend(output: RequestOutput, step: StepOutput) -> None:
-    completion = output.outputs[0]
+def _extend(output: RequestOutput, index: int, step: StepOutput) -> None:
+    completion = output.outputs[index]
     completion.text += step.text
     completion.token_ids += step.token_ids
     if step.prompt_logprobs is not None:
@@ -176,4 +192,3 @@ def _extend(output: RequestOutput, step: StepOutput) -> None:
         chosen = zip(step.logprobs, step.token_ids, strict=True)
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(lp[t].logprob for lp, t in chosen)
     completion.finish_reason, completion.stop_reason = step.finish_reason, step.stop_reason
-    output.finished = step.finished

@@ -9,12 +9,13 @@ import math
 import os
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 from .errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort"]
+MAX_N = 128  # continuations of one prompt, as in the OpenAI API
 
 
 class TokensPrompt(TypedDict):
@@ -47,6 +48,8 @@ def _items(name: str, value: Any) -> tuple[Any, ...]:
 class SamplingParams:
     """How to choose tokens. Fields, meanings and defaults are those of vLLM's `SamplingParams`.
 
+    n: continuations of each prompt, 1 to 128. They share what is computed of the prompt, where whole pages of it are; with a seed,
+    the i-th draws as a request with seed + i does.
     temperature: 0 means greedy. top_p in (0, 1]; top_k 0 or -1 means all; min_p in [0, 1].
     repetition_penalty > 0 (1 = off) over prompt and output; presence/frequency_penalty in [-2, 2] over the output.
     seed: makes the request's draws independent of everything else in the batch.
@@ -77,9 +80,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _number("n", self.n, 1, integer=True)
-        if self.n != 1:
-            raise RequestError(f"n={self.n} is not supported yet: send {self.n} requests instead", param="n")
+        _number("n", self.n, 1, MAX_N, integer=True)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("repetition_penalty", self.repetition_penalty, 0)
@@ -220,6 +221,7 @@ class Request:
     slot: int = -1  # device slot of the adapter while scheduled, -1: base
     row: int = -1  # row of the per-sequence sampling state while scheduled
     max_tokens: int = 0  # params.max_tokens cut to what max_model_len leaves
+    index: int = 0  # which of its prompt's continuations
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     first_token_time: float | None = None
@@ -239,3 +241,22 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+
+def continuations(request: Request) -> list[Request]:
+    """A request for each of the params.n continuations of one that was made and not added: itself where that is one."""
+    params, n = request.params, request.params.n
+    if n == 1:
+        return [request]
+    out = []
+    for i in range(n):
+        seed = None if params.seed is None else params.seed + i
+        own = dict(request_id=f"{i}_{request.request_id}", params=replace(params, n=1, seed=_wrapped(seed)), index=i)
+        same = "prompt_token_ids adapter prompt lora_request eos_token_ids arrival max_tokens".split()
+        out.append(Request(**own, **{name: getattr(request, name) for name in same}))
+    return out
+
+
+def _wrapped(seed: int | None) -> int | None:
+    """Within 64 bits, of which alone the draws follow."""
+    return seed if seed is None or seed < 2**63 else seed - 2**64

@@ -51,34 +51,38 @@ class Chat:
         return chat_logprobs(token_ids, logprobs or [], self.body.top_logprobs or 0)
 
     async def full(self) -> dict[str, Any]:
-        result = (await self.serving.collect(self.model, self.requests))[0]
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": result.text},
-            "logprobs": self._logprobs(result.token_ids, result.logprobs),
-            "finish_reason": result.finish_reason,
-            "stop_reason": result.stop_reason,
-        }
-        answer = {**self._head("chat.completion"), "choices": [choice], "usage": self._usage(len(result.token_ids))}
+        results = await self.serving.collect(self.model, self.requests)
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": result.text},
+                "logprobs": self._logprobs(result.token_ids, result.logprobs),
+                "finish_reason": result.finish_reason,
+                "stop_reason": result.stop_reason,
+            }
+            for i, result in enumerate(results)
+        ]
+        tokens = sum(len(result.token_ids) for result in results)
+        answer = {**self._head("chat.completion"), "choices": choices, "usage": self._usage(tokens)}
         if self.body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+            answer["prompt_logprobs"] = prompt_logprobs(results[0].prompt_logprobs)
         return answer
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        greeted = False
+        greeted: set[int] = set()
         async with aclosing(self.serving.run(self.model, self.requests)) as outputs:
-            async for _, output in outputs:
-                if not greeted:
-                    greeted = True
-                    yield self._chunk({"role": "assistant", "content": ""})
+            async for i, output in outputs:
+                if i not in greeted:
+                    greeted.add(i)
+                    yield self._chunk(i, {"role": "assistant", "content": ""})
                 self.tokens += len(output.token_ids)
                 if output.text or output.finish_reason or (self.body.logprobs and output.token_ids):
-                    yield self._chunk({"content": output.text} if output.text else {}, output)
+                    yield self._chunk(i, {"content": output.text} if output.text else {}, output)
         if self.body.include_usage:
             yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage(self.tokens)}
 
-    def _chunk(self, delta: dict[str, Any], output: StepOutput | None = None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _chunk(self, i: int, delta: dict[str, Any], output: StepOutput | None = None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
         if output is not None:
             choice["logprobs"] = self._logprobs(output.token_ids, output.logprobs) if output.token_ids else None
             choice["finish_reason"], choice["stop_reason"] = output.finish_reason, output.stop_reason

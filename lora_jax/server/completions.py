@@ -20,7 +20,7 @@ class Completion:
         self.serving, self.body = serving, body
         self.model, self.lora = serving.catalog.resolve(body.model)
         self.head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": self.model}
-        self.requests: list[Request] = []
+        self.requests: list[Request] = []  # of each prompt its continuations
         self.echoes: list[str] = []
 
     @property
@@ -70,7 +70,11 @@ class Completion:
         return {**self.head, "choices": choices, "usage": usage(self._prompt_tokens(), completion)}
 
     def _prompt_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request in self.requests)
+        return sum(len(request.prompt_token_ids) for request in self.requests if not request.index)
+
+    def _echo(self, i: int) -> str:
+        """The text of the i-th request's prompt."""
+        return self.echoes[i * len(self.echoes) // len(self.requests)]
 
     def _choice(self, i: int, result: Collected) -> dict[str, Any]:
         if self.prompt_only:
@@ -83,7 +87,7 @@ class Completion:
             rendered = logprobs.render(ids, candidates)
         choice = {
             "index": i,
-            "text": (self.echoes[i] if self.body.echo else "") + result.text,
+            "text": (self._echo(i) if self.body.echo else "") + result.text,
             "logprobs": rendered,
             "finish_reason": result.finish_reason,
             "stop_reason": result.stop_reason,
@@ -121,7 +125,7 @@ class Completion:
             ids, candidates = self._with_prompt(i, ids, candidates, output.prompt_logprobs)
             rendered = state.logprobs.render(ids, candidates) if ids else None
         if self.body.echo and not state.echoed:
-            state.echoed, text = True, self.echoes[i] + text
+            state.echoed, text = True, self._echo(i) + text
         if not text and not rendered and not reasons[0]:
             return None  # part of a character, or of what may become a stop string
         choice = {

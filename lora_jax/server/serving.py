@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import RequestError
-from ..request import Logprobs, LoRARequest, Prompt, Request, SamplingParams, StepOutput
+from ..request import Logprobs, LoRARequest, Prompt, Request, SamplingParams, StepOutput, continuations
 from .catalog import Catalog
 from .engine_api import ServedEngine
 from .http import HTTPError
@@ -74,14 +74,15 @@ class Serving:
         lora: LoRARequest | None,
         asked_max_tokens: int | None,
     ) -> list[Request]:
-        """Tokenizes and checks, in a thread. `prompts` is called there too."""
+        """Tokenizes and checks, in a thread. `prompts` is called there too. Of each prompt params.n requests, side by side."""
         self.worker.check_open()
-        self._check_room(1)
+        self._check_room(params.n)
 
         def make() -> list[Request]:
-            return [
-                self.engine.make_request(prompt, params, lora, f"{prefix}-{i}") for i, prompt in enumerate(prompts())
-            ]
+            asked = prompts()
+            self._check_room(len(asked) * params.n)
+            made = [self.engine.make_request(prompt, params, lora, f"{prefix}-{i}") for i, prompt in enumerate(asked)]
+            return [each for request in made for each in continuations(request)]
 
         requests = await self.in_thread(make)
         limit = self.engine.max_model_len
@@ -108,7 +109,7 @@ class Serving:
         """
         self._check_room(len(requests))
         index = {request.request_id: i for i, request in enumerate(requests)}
-        trackers = [self.metrics.track(model, len(request.prompt_token_ids)) for request in requests]
+        trackers = [self.metrics.track(model, 0 if r.index else len(r.prompt_token_ids)) for r in requests]
         outcome = "error"
         try:
             async with aclosing(self.worker.generate_many(requests)) as outputs:

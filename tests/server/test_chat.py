@@ -112,7 +112,7 @@ def test_a_model_without_tokenizer(server: Running) -> None:
         ({"logit_bias": {"5": 10}}, "logit_bias"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"n": 2}, "n"),
+        ({"n": 129}, "n"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
