@@ -58,13 +58,14 @@ def _tiles(change: Callable[[LoRATiles, dict[str, Any]], dict[str, Any]]) -> Ite
         yield
 
 
-def _as_many_rows(tiles: LoRATiles, sizes: dict[str, Any]) -> dict[str, Any]:
+def _as_many_rows(tiles: LoRATiles, sizes: dict[str, Any], shrinkers: int = 64) -> dict[str, Any]:
     """The shrink of many items cut as with more than 16 rows: passes as wide as 64 rank rows, one turn of all groups."""
     if sizes["items"] <= 8:
         return {}
     together = max(1, 4 >> (sizes["slices"] - 1).bit_length())
-    passes, shrinkers, block_k = -(-sizes["items"] // together), 64 if sizes["waits"] else 32, min(tiles.block_k, 64)
-    parts = max(1, min(shrinkers // min(passes, 16), 16, sizes["inputs"] // block_k))
+    passes, block_k = -(-sizes["items"] // together), min(tiles.block_k, 64)
+    wanted = (shrinkers if sizes["waits"] else shrinkers // 2) // min(passes, 16)
+    parts = max(1, min(wanted, 16, sizes["inputs"] // block_k))
     return dict(items=together, groups=min(passes, 16), parts=parts, block_k=block_k)
 
 
@@ -82,6 +83,7 @@ FORMS: dict[str, Form] = {
     "o not begun": Form(begun=False),
     "few rows cut as many": Form(tiles=_as_many_rows),
     "both": Form(begun=False, tiles=_as_many_rows),
+    "both, 128 programs": Form(begun=False, tiles=functools.partial(_as_many_rows, shrinkers=128)),
 }
 
 
