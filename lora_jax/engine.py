@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import threading
 from collections import deque
+from functools import partial
 from typing import Any
 
+from .adapter_loader import AdapterLoader
 from .builder import Built, build, read_for
 from .config import EngineArgs
 from .dispatch import compilations
-from .errors import AdapterError, AdapterNotFoundError, EngineDeadError, LoraJaxError, RequestError
+from .errors import EngineDeadError, LoraJaxError, RequestError
 from .inputs import check_params, prompt_ids
 from .log import log, show_log
 from .lora.adapter import Adapter, LoadReport
@@ -55,7 +55,7 @@ class Engine:
         self._lock = threading.RLock()
         self._outputs: dict[str, OutputState] = {}
         self._aborts: deque[Request] = deque()
-        self._loading = threading.Lock()  # of adapters that requests bring: the first one loads, others wait
+        self._loras = AdapterLoader(self._slots, partial(read_for, spec, built.base_tensor))
         self._ids = itertools.count()
         self._counts = dict(steps=0, prompt_tokens=0, generation_tokens=0, slot_writes=0, failed_steps=0)
         self._failed_in_a_row = 0
@@ -98,7 +98,7 @@ class Engine:
         ids = prompt_ids(prompt, self.tokenizer, self.max_model_len, vocab)
         check_params(params, self.tokenizer, self.max_logprobs, vocab)
         room = self.max_model_len - len(ids)
-        adapter = self._adapter_for(lora_request)
+        adapter = self._loras.adapter_of(lora_request)
         request = Request(
             request_id=request_id or f"request-{next(self._ids)}",
             prompt_token_ids=ids,
@@ -310,67 +310,32 @@ class Engine:
         replace: take the place of an adapter of that name; requests in flight finish with the old weights.
         Raises: AdapterError, AdapterCapacityError; nothing has changed then.
         """
-        if self._slots is None:
-            raise AdapterError(f"adapter {name!r} cannot be loaded: the engine was started without enable_lora")
-        adapter = self._read(name, path)
-        with self._lock:
-            self._slots.register(adapter, replace=replace)
-        return adapter.report
-
-    def _read(self, name: str, path: str) -> Adapter:
-        if not isinstance(name, str) or not name:
-            raise AdapterError(f"an adapter's name must be a non-empty string, got {name!r}")
-        if not isinstance(path, str | os.PathLike):
-            raise AdapterError(f"the path of adapter {name!r} must be a string, got {path!r}")
-        return read_for(self._runtime.spec, self._built.base_tensor, name, os.fspath(path))
+        return self._loras.load(name, path, replace=replace)
 
     def unload_lora(self, name: str) -> None:
         """Forget an adapter; requests in flight finish with it. Raises AdapterNotFoundError."""
         with self._lock:
-            if self._slots is None:
-                raise AdapterNotFoundError(name, [])
-            self._slots.unregister(name)
+            self._loras.slots_for(name).unregister(name)
+
+    def pin_lora(self, name: str) -> None:
+        """Keep the device slot of a loaded adapter, from its next use on, however many others are wanted; at least one slot
+        stays free for those. Raises: AdapterNotFoundError, AdapterCapacityError."""
+        self._loras.slots_for(name).pin(name)
+
+    def unpin_lora(self, name: str) -> None:
+        """End `pin_lora`; nothing happens to an adapter that is not pinned. Raises AdapterNotFoundError."""
+        self._loras.slots_for(name).unpin(name)
 
     def list_loras(self) -> list[LoadReport]:
         """Reports of the loaded adapters."""
-        with self._lock:
-            return [a.report for a in self._slots.adapters()] if self._slots else []
-
-    def _adapter_for(self, wanted: LoRARequest | None) -> Adapter | None:
-        if wanted is None:
-            return None
-        if self._slots is None:
-            raise RequestError(
-                f"adapter {wanted.lora_name!r} is asked for, but the engine was started without enable_lora",
-                param="lora_request",
-            )
-        try:
-            adapter = self._slots.get(wanted.lora_name)
-        except AdapterNotFoundError:
-            if wanted.lora_path is None:
-                raise
-            adapter = self._first_use(wanted.lora_name, wanted.lora_path)
-        if wanted.lora_path is not None and os.path.realpath(wanted.lora_path) != os.path.realpath(adapter.path):
-            raise AdapterError(
-                f"adapter {wanted.lora_name!r} is loaded from {adapter.path}, the request names {wanted.lora_path}: "
-                "unload it first, or load_lora(..., replace=True)"
-            )
-        return adapter
-
-    def _first_use(self, name: str, path: str) -> Adapter:
-        """The adapter of that name, loaded unless another thread has been quicker."""
-        assert self._slots is not None
-        with self._loading:
-            with contextlib.suppress(AdapterNotFoundError):
-                return self._slots.get(name)
-            adapter = self._read(name, path)
-            with self._lock:
-                with contextlib.suppress(AdapterNotFoundError):
-                    return self._slots.get(name)
-                self._slots.register(adapter)
-            return adapter
+        return [a.report for a in self._slots.adapters()] if self._slots else []
 
     # -- what it is doing --
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that begin from now on share nothing with those before; running ones are left alone."""
+        with self._lock:
+            self._scheduler.forget_prefixes()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and the state of queues, pages and slots now."""

@@ -113,6 +113,18 @@ class LLM:
         """Forget an adapter. Raises AdapterNotFoundError."""
         self.engine.unload_lora(name)
 
+    def pin_lora(self, name: str) -> None:
+        """Keep an adapter's device slot for it. See `Engine.pin_lora`."""
+        self.engine.pin_lora(name)
+
+    def unpin_lora(self, name: str) -> None:
+        """End `pin_lora`. Raises AdapterNotFoundError."""
+        self.engine.unpin_lora(name)
+
+    def reset_prefix_cache(self) -> None:
+        """Requests from now on share nothing with those before."""
+        self.engine.reset_prefix_cache()
+
     def list_loras(self) -> list[LoadReport]:
         """Reports of the loaded adapters."""
         return self.engine.list_loras()

@@ -139,6 +139,10 @@ class Scheduler:
         self._pages.forget()
         return requests
 
+    def forget_prefixes(self) -> None:
+        """Nobody shares what has been computed so far."""
+        self._pages.forget()
+
     def unfinished(self) -> list[Request]:
         """In order of arrival."""
         return list(self._requests.values())

@@ -280,6 +280,19 @@ def test_answers_with_shared_beginnings_equal_transformers(llm, base, adapters):
         llm.unload_lora(name)
 
 
+def test_a_reset_cache_is_empty(llm):
+    prompt = {"prompt_token_ids": list(range(50, 80))}
+    params = SamplingParams(max_tokens=2, **GREEDY)
+    (first,) = llm.generate([prompt], params)
+    before = llm.stats()
+    assert before["cached_pages"] > 0
+    llm.reset_prefix_cache()
+    (second,) = llm.generate([prompt], params)
+    after = llm.stats()
+    assert after["prefix_cache_hits"] == before["prefix_cache_hits"] and first.outputs == second.outputs
+    llm.engine.check_integrity()
+
+
 def test_other_weights_under_the_same_name_find_nothing(llm, adapters, tmp_path, base):
     folder = tmp_path / "adapter"
     shutil.copytree(adapters["one"], folder)

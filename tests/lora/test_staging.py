@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from lora_jax import LLM, LoRARequest, SamplingParams
+from lora_jax.errors import AdapterCapacityError, AdapterNotFoundError
 from lora_jax.lora.adapter import Adapter
 from lora_jax.lora.staging import STALE, Staging
 from tests.support import tiny
@@ -152,3 +153,34 @@ def test_a_request_alone_waits_for_its_adapter(base, tmp_path):
     (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, lora_request=LoRARequest("a"))
     want, margin = tiny.Oracle(base, path).greedy([5, 6, 7], 5)
     assert margin > 1e-4 and output.outputs[0].token_ids == want
+
+
+def test_a_pinned_adapter_keeps_its_slot(base, tmp_path):
+    paths = {name: tiny.save_adapter(base, tmp_path / name, seed=i) for i, name in enumerate("abc")}
+    sizes = dict(max_num_seqs=1, max_num_batched_tokens=32, max_model_len=96, max_loras=2)
+    llm = LLM(str(base), enable_lora=True, max_lora_rank=8, disable_tqdm=True, **sizes)
+    for name, path in paths.items():
+        llm.load_lora(name, str(path))
+
+    def writes(*names: str) -> int:
+        before = llm.stats()["slot_writes"]
+        for name in names:
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=1), LoRARequest(name))
+        return llm.stats()["slot_writes"] - before
+
+    llm.pin_lora("a")
+    assert writes("a", "b", "c", "b", "a") == 4, "b and c take turns beside a"
+    with pytest.raises(AdapterCapacityError, match="one must stay free"):
+        llm.pin_lora("b")
+    llm.unpin_lora("a")
+    assert writes("b", "c", "a") == 2
+    for call in llm.pin_lora, llm.unpin_lora:
+        with pytest.raises(AdapterNotFoundError):
+            call("none")
+
+
+def test_without_adapters_there_is_nothing_to_pin(base):
+    llm = LLM(str(base), disable_tqdm=True, max_num_seqs=1, max_num_batched_tokens=32, max_model_len=96)
+    for call in llm.pin_lora, llm.unpin_lora:
+        with pytest.raises(AdapterNotFoundError):
+            call("a")
