@@ -249,14 +249,6 @@ def llm(base) -> LLM:
     return LLM(str(base), enable_lora=True, max_loras=2, max_lora_rank=8, disable_tqdm=True, **sizes)
 
 
-def check_greedy(oracle: tiny.Oracle, output) -> None:
-    ids, n = output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)
-    want = oracle.logprobs(ids)
-    for i, token in enumerate(output.outputs[0].token_ids):
-        best = want[n + i - 1]
-        assert best[token] > best.max() - TOLERANCE, f"token {i}: {token} is not the most likely one"
-
-
 def test_answers_with_shared_beginnings_equal_transformers(llm, base, adapters):
     for name, path in adapters.items():
         llm.load_lora(name, str(path))
@@ -274,7 +266,7 @@ def test_answers_with_shared_beginnings_equal_transformers(llm, base, adapters):
     assert shared > 100 and computed + shared >= sum(len(p["prompt_token_ids"]) for p in prompts)
     oracles = {None: tiny.Oracle(base), **{name: tiny.Oracle(base, path) for name, path in adapters.items()}}
     for name, output in zip(who, outputs, strict=True):
-        check_greedy(oracles[name], output)
+        oracles[name].check_greedy(output, TOLERANCE)
     llm.engine.check_integrity()
     for name in adapters:
         llm.unload_lora(name)
@@ -308,5 +300,5 @@ def test_other_weights_under_the_same_name_find_nothing(llm, adapters, tmp_path,
     llm.load_lora("same", str(folder), replace=True)
     (output,) = ask()
     assert llm.stats()["prefix_cache_hits"] == before + 36
-    check_greedy(tiny.Oracle(base, adapters["two"]), output)
+    tiny.Oracle(base, adapters["two"]).check_greedy(output, TOLERANCE)
     llm.unload_lora("same")

@@ -123,6 +123,15 @@ class Oracle:
             ids.append(int(last.argmax()))
         return ids[start:], float(gap)
 
+    def check_greedy(self, output: Any, tolerance: float) -> np.ndarray:
+        """Each token of a RequestOutput's first continuation has the largest logit but for `tolerance`. Returns all log-probabilities."""
+        tokens, n = output.outputs[0].token_ids, len(output.prompt_token_ids)
+        want = self.logprobs(output.prompt_token_ids + tokens)
+        for i, token in enumerate(tokens):
+            best = want[n + i - 1]
+            assert best[token] > best.max() - tolerance, f"token {i}: {token} is not the most likely one"
+        return want
+
 
 def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
