@@ -124,7 +124,7 @@ class Oracle:
         return ids[start:], float(gap)
 
     def check_greedy(self, output: Any, tolerance: float) -> np.ndarray:
-        """Each token of a RequestOutput's first continuation has the largest logit but for `tolerance`. Returns log-probabilities."""
+        """Each token of a RequestOutput's first continuation has the largest logit but for `tolerance`. Gives log-probabilities."""
         tokens, n = output.outputs[0].token_ids, len(output.prompt_token_ids)
         want = self.logprobs(output.prompt_token_ids + tokens)
         for i, token in enumerate(tokens):
