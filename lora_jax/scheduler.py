@@ -221,7 +221,7 @@ class Scheduler:
         return StepPlan("decode", rows, key)
 
     def _plan_prefill(self, *, wait: bool = False) -> StepPlan | None:
-        """wait: nothing else can run, so the first request may come whose adapter is not ready."""
+        """wait: nothing else can run, so requests may come whose adapters are not ready: they begin together."""
         rows: list[ScheduledRow] = []
         writes: list[tuple[int, Any]] = []
         begun: list[Request] = []
@@ -266,7 +266,7 @@ class Scheduler:
             if full or not self._pages.fits(request, found, len(self._running)):
                 break
             if adapter is not None and slots is not None:
-                if slots.available(adapter) and not self._is_ready(adapter) and not (wait and not rows):
+                if slots.available(adapter) and not self._is_ready(adapter) and not wait:
                     refused.add(id(adapter))
                     fetching = True
                     continue

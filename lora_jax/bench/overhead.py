@@ -239,7 +239,7 @@ def measure_batch(
     options: argparse.Namespace,
     more: Mapping[AdapterKind, Sequence[LoRARequest]] | None = None,
 ) -> dict[str, Any]:
-    """One batch size (see `one_batch`): every variant once to see its programs, the warm-up rounds, the measured rounds. more:
+    """One batch size (see `one_batch`): every variant twice to see its programs, the warm-up rounds, the measured rounds. more:
     adapters of other kinds."""
     from ..dispatch import compilations
 
@@ -275,7 +275,9 @@ def run_variant(variant: Variant, options: argparse.Namespace) -> Measured:
 
 
 def programs_of(variant: Variant, options: argparse.Namespace) -> list[str]:
-    """Runs the variant once and tells which steps of the model it ran, the most frequent first."""
+    """Runs the variant twice and tells which steps of the model it ran the second time, the most frequent first: at first requests
+    may begin one after the other, as their adapters get to their slots."""
+    run_variant(variant, options)
     hits = lambda: {row["key"]: row["hits"] for row in variant.engine.step_table.report()}  # noqa: E731
     before = hits()
     run_variant(variant, options)
