@@ -238,9 +238,8 @@ def _tile_of(lists, linear: int, item, tiles: int) -> jax.Array:
     t = lax.iota(jnp.int32, 1 << (tiles - 1).bit_length())
     line = lists.shape[1] - tiles + t
     begin = plgpu.load(lists.at[full(linear, t.shape), line, full(0, t.shape)], mask=t < tiles, other=0)
-    return (
-        jnp.sum(((begin <= item) & (t < tiles)).astype(jnp.int32)) - 1
-    )  # a tile without items begins where the next does
+    begun = (begin <= item) & (t < tiles)  # a tile without items begins where the next does
+    return jnp.sum(begun.astype(jnp.int32)) - 1
 
 
 # ---- 4. the call -----------------------------------------------------------------------------------------------------
