@@ -26,7 +26,7 @@ LINE = 32  # counters in a cache line
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["a", "b", "slot_ids", "items", "layer", "begun", "places"],
+    data_fields=["a", "b", "slot_ids", "items", "layer", "places"],
     meta_fields=["slices", "linear"],
 )
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class Adapters:
 
     a [L, P, n*Q, K] and b [L, P, Q, N] as `lora_layout` says, finite everywhere; slot_ids int32 [T], -1: none; items int32
     [G, J * FIELDS]: of `work_items`; layer int32 scalar, an operand. slices: widths of the n output slices; linear: which of
-    the G lists is this linear's. begun float32 as `begun_shape` says, for one slice: parts of x @ A^T whose sum is h with zeros
-    from its rank on, of rows with an adapter for this linear (`output_shrink`); the product then only expands. places int32
-    [S, C] as `places` says, None: they are slots.
+    the G lists is this linear's. places int32 [S, C] as `places` says, None: they are slots.
     """
 
     a: jax.Array
@@ -47,7 +45,6 @@ class Adapters:
     layer: jax.Array
     slices: tuple[int, ...]
     linear: int
-    begun: jax.Array | None = None
     places: jax.Array | None = None
 
     @property
@@ -62,11 +59,6 @@ def adapter_counters(items: jax.Array, layers: int) -> int:
     they are new in every step, in which each linear is computed once."""
     linears, room = items.shape[0], items.shape[1] // FIELDS
     return room + layers * linears * LINE
-
-
-def begun_shape(adapters: Adapters, programs: int) -> tuple[int, int, int]:
-    """[C, T, R as tensor cores take it], of C programs a row."""
-    return programs, adapters.slot_ids.shape[0], max(ITEM, adapters.rank)
 
 
 def fits_adapters(rows: int, inputs: int, slices: tuple[int, ...], dtype: Any) -> bool:
@@ -102,10 +94,6 @@ def check_adapters(
     check_places(op, adapters.places, adapters.b.shape[2], ITEM)
     check_items(op, adapters)
     check_arrivals(op, arrivals, adapter_counters(adapters.items, a.shape[0]))
-    begun, (_, *want) = adapters.begun, begun_shape(adapters, 0)
-    if begun is not None and (n > 1 or begun.dtype != jnp.float32 or list(begun.shape[1:]) != want):
-        want = f"float32 [C, {', '.join(map(str, want))}] for one slice"
-        raise ValueError(f"{op}: begun must be {want}, got {begun.dtype} {begun.shape} for {n}")
 
 
 def check_items(op: str, adapters: Adapters) -> None:
@@ -123,12 +111,8 @@ def check_items(op: str, adapters: Adapters) -> None:
 
 def plain_delta(x: jax.Array, adapters: Adapters) -> jax.Array:
     """In plain JAX: what the adapters add to x @ w, float32 [T, N]."""
-    out, q = jnp.zeros((x.shape[0], adapters.b.shape[3]), jnp.float32), adapters.b.shape[2]
-    for i, ids in enumerate(pieces(adapters.slot_ids, adapters.places)):
-        if adapters.begun is None:
-            h = lora_shrink(x, adapters.a, ids, adapters.layer, implementation="xla")
-        else:
-            own = (ids >= 0)[:, None]
-            h = jnp.where(own, jnp.sum(adapters.begun, axis=0)[:, i * q : (i + 1) * q], 0.0)[None]
+    out = jnp.zeros((x.shape[0], adapters.b.shape[3]), jnp.float32)
+    for ids in pieces(adapters.slot_ids, adapters.places):
+        h = lora_shrink(x, adapters.a, ids, adapters.layer, implementation="xla")
         out = lora_expand(out, h, adapters.b, ids, adapters.layer, slices=adapters.slices, implementation="xla")
     return out

@@ -18,7 +18,7 @@ from .tuning import AttentionTiles, LoRATiles, MatmulTiles
 
 # Bytes of shared memory that a block may have: L4, RTX 4090; H100 and later.
 SMALLEST_CARD, LARGEST_CARD = 99 << 10, 227 << 10
-MOST_PARTS = 16
+MOST_PARTS, MOST_GROUPS = 16, 32
 SHORTEST_PART = 256  # inputs a program of a product
 
 
@@ -53,19 +53,20 @@ def _swiglu(t, shared, rows, inputs, outputs, itemsize) -> bool:
     return t.parts == 1 and _product(t, rows, inputs, outputs, itemsize, 2, shared)
 
 
-def _lora(t: LoRATiles, shared, rows, inputs, slices, items, itemsize, columns, waits) -> bool:
+def _lora(t: LoRATiles, shared, rows, inputs, slices, items, rank, itemsize, columns, waits) -> bool:
     width = padded_rows(t.items * slices * ITEM)
     staged = (padded_rows(rows) + width) * t.block_k * (2 if itemsize < 4 else 8)
     small = shared <= SMALLEST_CARD and itemsize < 4
     room = 40 << 10 if rows <= 16 else 32 << 10 if not small else 24 << 10 if columns > 64 else 16 << 10
     return (
-        t.groups <= min(cdiv(items, t.items), MOST_PARTS)
+        t.groups <= min(cdiv(items, t.items), MOST_GROUPS)
+        and (t.joined or rank <= ITEM)  # else a program finds its rows' h in one place
         and width <= 128
         and (waits or not t.spread)
         and 32 <= t.block_k <= 512
         and inputs % t.block_k == 0
         and t.parts <= min(MOST_PARTS, inputs // t.block_k)
-        and 32 <= t.chunk <= (32 if t.joined and (slices > 1 or inputs > 4096) else 64)
+        and 32 <= t.chunk <= (32 if t.joined and (rows > 16 or itemsize == 4) and (slices > 1 or inputs > 4096) else 64)
         and staged <= room  # in a product's pipeline, which is sized without it
     )
 

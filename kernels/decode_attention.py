@@ -8,7 +8,6 @@ lengths. Sources: Su et al., "RoFormer", 2021; Dao et al., "Flash-Decoding for l
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -19,12 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import lora_layout as layout
-from . import output_shrink
-from .adapters import Adapters, begun_shape
 from .arrivals import check_arrivals, when_last
 from .in_kernel import dot, full
 from .online_softmax import NEG, Score, scored, softmax_step
-from .output_shrink import Shrink, check_shrink, plain_shrink, product
 from .plain_attention import plain_decode_attention
 from .rope_cache import HeadNorms, check_heads, rotate
 from .tuning import attention_tiles
@@ -57,55 +53,6 @@ def decode_attention(
     itself included. softcap: see `scored`.
     A row's bits do not depend on the other rows. Raises: ValueError naming the operand.
     """
-    given = (qkv, rope, kv, block_tables, positions, arrivals)
-    how = dict(heads=heads, scale=scale, window=window, softcap=softcap, norms=norms, interpret=interpret)
-    return _attend(*given, None, implementation=implementation, **how)[:3]
-
-
-@functools.partial(jax.jit, static_argnames=("heads", "scale", "window", "softcap", "implementation", "interpret"))
-def lora_decode_attention(
-    qkv: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    kv: jax.Array,
-    block_tables: jax.Array,
-    positions: jax.Array,
-    arrivals: jax.Array | None,
-    adapters: Adapters,
-    *,
-    heads: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    norms: HeadNorms | None = None,
-    implementation: str = "triton",
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters]:
-    """What `decode_attention` gives, and the adapters of the linear that reads the heads' outputs with its h begun
-    (`output_shrink`): R and their rank as `takes_shrink` says. Raises: ValueError naming the operand."""
-    check_shrink("lora_decode_attention", adapters, qkv.shape[-2], heads * kv.shape[-1], kv.dtype)
-    given = (qkv, rope, kv, block_tables, positions, arrivals)
-    how = dict(heads=heads, scale=scale, window=window, softcap=softcap, norms=norms, interpret=interpret)
-    out, kv, arrivals, begun = _attend(*given, adapters, implementation=implementation, **how)
-    return out, kv, arrivals, dataclasses.replace(adapters, begun=begun)
-
-
-def _attend(
-    qkv,
-    rope,
-    kv,
-    block_tables,
-    positions,
-    arrivals,
-    adapters,
-    *,
-    heads,
-    scale,
-    window,
-    softcap,
-    norms,
-    implementation,
-    interpret,
-):
     layout.check_implementation("decode_attention", implementation)
     check_heads("decode_attention", qkv, rope, kv, heads, norms)
     rows = qkv.shape[-2]
@@ -115,8 +62,8 @@ def _attend(
     score = functools.partial(scored, scale=scale, softcap=softcap)
     if implementation == "xla":
         out, kv = plain_decode_attention(qkv, rope, kv, block_tables, positions, heads, score, window, norms)
-        return out, kv, arrivals, None if adapters is None else plain_shrink(out, adapters, kv.shape[3])
-    return _triton(qkv, rope, kv, block_tables, positions, arrivals, adapters, heads, score, window, norms, interpret)
+        return out, kv, arrivals
+    return _triton(qkv, rope, kv, block_tables, positions, arrivals, heads, score, window, norms, interpret)
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
@@ -160,25 +107,18 @@ def _kernel(
     window: int | None,
     eps: float | None,
     tiles,
-    linear: tuple[int, int] | None,
     interpret: bool,
 ):
     """Program (row, KV head, part): the head's G queries over one part of the row's tokens; part 0 also the new token. The last
-    part of a head to finish joins them. linear: not None: it also shrinks for that linear, whose largest rank follows.
+    part of a head to finish joins them.
 
     refs: qkv, cos, sin, kv [pages, page_size, 2, K, D], tables [R, P], positions [R], with eps also the scales of q's and k's
-    norm [D], with several parts arrivals, with a linear what `Shrink` reads; then out [R, H, D], kv again, the same memory, with
+    norm [D], with several parts arrivals; then out [R, H, D], kv again, the same memory, with
     several parts those: values [C, R, H, D], top and total [C, R, H] float32 (the largest score, the sum of exp(score - top)),
-    and arrivals again; with a linear its h.
+    and arrivals again.
     """
     qkv, cos, sin, kv, tables, positions = refs[:6]
     q_norm, k_norm = refs[6:8] if eps is not None else (None, None)
-    shrink = None
-    if linear is not None:
-        results = 2 if tiles.parts == 1 else 6
-        a, slot_ids, items, layer = refs[-results - 5 : -results - 1]
-        shrink = Shrink(a, slot_ids, items, layer, refs[-1], *linear)
-        refs = refs[:-1]
     out, kv_out, *joined = refs[-2:] if tiles.parts == 1 else refs[-6:]
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page_size, kv_heads, size = kv.shape[1], kv.shape[3], kv.shape[4]
@@ -217,12 +157,6 @@ def _kernel(
     ahead = 1 if tiles.lanes else 0
     ready = keys_and_values(begin, pages(begin)) if ahead else ()
     page = pages(begin + ahead)
-    a_rd = None
-    if shrink is not None:
-        b_row, rank = shrink.of(row)
-        # few programs: latency counts, and registers are left
-        if tiles.lanes and tiles.parts == 1 and shrink.out.shape[2] == 16:
-            a_rd = shrink.load(b_row, rank, head * size, dim, size)
 
     # The new token: written by part 0, and attended to from registers.
     g = lax.iota(jnp.int32, g_pad)
@@ -263,15 +197,7 @@ def _kernel(
     at = (full(row, shape), full(at_head[:, None], shape), full(dim[None], shape))
 
     def store(total, values) -> None:
-        o_gd = (values / total[:, None]).astype(out.dtype)
-        plgpu.store(out.at[*at], o_gd, mask=inside)
-        if shrink is None:
-            return
-        h = jnp.zeros((shrink.out.shape[2],), jnp.float32)
-        for i in range(group):
-            a = shrink.load(b_row, rank, (head * group + i) * size, dim, size) if a_rd is None else a_rd
-            h = h + product(a, jnp.sum(jnp.where(g[:, None] == i, o_gd.astype(jnp.float32), 0.0), axis=0))
-        shrink.store(head, row, rank, h)
+        plgpu.store(out.at[*at], (values / total[:, None]).astype(out.dtype), mask=inside)
 
     if tiles.parts == 1:
         store(n, acc)
@@ -338,7 +264,7 @@ def _join_lanes(state, lanes):
 
 
 # ---- 3. the call -----------------------------------------------------------------------------------------------------
-def _triton(qkv, rope, kv, tables, positions, arrivals, adapters, heads, score: Score, window, norms, interpret):
+def _triton(qkv, rope, kv, tables, positions, arrivals, heads, score: Score, window, norms, interpret):
     rows, (kv_heads, size) = qkv.shape[-2], kv.shape[3:]
     context = tables.shape[1] * kv.shape[1]
     tiles = attention_tiles(rows, kv_heads, heads // kv_heads, context, size, kv.dtype.itemsize)
@@ -351,9 +277,6 @@ def _triton(qkv, rope, kv, tables, positions, arrivals, adapters, heads, score: 
         results.append(like((tiles.parts, rows, heads, size), jnp.float32))
         results += [like((tiles.parts, rows, heads), jnp.float32)] * 2 + [like(arrivals.shape, arrivals.dtype)]
         aliases[len(given) - 1] = len(results) - 1
-    if adapters is not None:
-        given += output_shrink.given(adapters)
-        results.append(like(begun_shape(adapters, kv_heads), jnp.float32))
     out, kv, *rest = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -362,7 +285,6 @@ def _triton(qkv, rope, kv, tables, positions, arrivals, adapters, heads, score: 
             window=window,
             eps=None if norms is None else norms.eps,
             tiles=tiles,
-            linear=None if adapters is None else (adapters.linear, adapters.rank),
             interpret=interpret,
         ),
         out_shape=results,
@@ -372,5 +294,4 @@ def _triton(qkv, rope, kv, tables, positions, arrivals, adapters, heads, score: 
         name="decode_attention",
         interpret=interpret,
     )(*given)
-    begun = rest.pop() if adapters is not None else None
-    return out.reshape(rows, -1), kv, rest[-1] if rest else arrivals, begun
+    return out.reshape(rows, -1), kv, rest[-1] if rest else arrivals

@@ -26,7 +26,7 @@ from . import lora_layout as layout
 from .arrivals import when_last
 from .fused_plan import Refs
 from .in_kernel import dot, full, pick, positions, split
-from .lora_items import FIRST, ITEM, RANKS, SLOT
+from .lora_items import ITEM, RANKS, SLOT
 
 POLLS = 1 << 20  # about a second: then an arrival was lost, and the result is NaN instead of a hang
 
@@ -53,7 +53,7 @@ def run(
 def _shrink(x, refs: Refs, pid) -> None:
     """Program (group, part): one part of K of every groups-th pass, which is tiles.items items."""
     plan, count = refs.plan, refs.count()
-    group, part = lax.div(pid, plan.parts), lax.rem(pid, plan.parts)
+    group, part = lax.div(pid, plan.tiles.parts), lax.rem(pid, plan.tiles.parts)
 
     def one(i, _):
         which = group + i * plan.tiles.groups
@@ -66,7 +66,7 @@ def _shrink(x, refs: Refs, pid) -> None:
 def _shrink_pass(x, refs: Refs, which, part, count) -> None:
     plan, first = refs.plan, which * refs.plan.tiles.items
     (rows, inputs), n, block_k, width = x.shape, len(plan.slices), plan.tiles.block_k, plan.pieces * ITEM
-    steps = layout.cdiv(inputs // block_k, plan.parts)
+    steps = layout.cdiv(inputs // block_k, plan.tiles.parts)
 
     def pieces_of(pieces):
         """Of pieces of the pass: slice, item, whether there is such an item."""
@@ -94,10 +94,7 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
 
     here = jnp.minimum(steps, inputs // block_k - part * steps)
     h = lax.fori_loop(0, here, body, jnp.zeros((plan.padded, width), jnp.float32))
-    # Interpreted, lanes that are masked store what they find, over what others store: they get a row of their own.
-    if refs.interpret:
-        at = (jnp.where(own, at[0], refs.h.shape[1] - 1), at[1])
-    h = h.reshape(own.shape)
+    at, h = refs.apart(at, own), h.reshape(own.shape)
     part_of = lambda p: refs.h.at[full(p, own.shape), *at]  # noqa: E731
 
     def arrive() -> None:
@@ -110,19 +107,21 @@ def _shrink_pass(x, refs: Refs, which, part, count) -> None:
         return arrive()
 
     def join() -> None:
-        parts = [plgpu.load(part_of(p), mask=own, other=0) for p in range(plan.parts)]
-        for i, half in enumerate(split(functools.reduce(jnp.add, parts), refs.joined.dtype)):
-            plgpu.store(refs.joined.at[full(i, own.shape), *at], half, mask=own)
+        whole = functools.reduce(jnp.add, [plgpu.load(part_of(p), mask=own, other=0) for p in range(plan.tiles.parts)])
+        to, where = refs.listed(*pieces_of(lax.iota(jnp.int32, plan.pieces))) if plan.dense else (at, own)
+        to = refs.apart(to, where)
+        for i, half in enumerate(split(whole, refs.joined.dtype)):
+            plgpu.store(refs.joined.at[full(i, own.shape), *to], half, mask=where)
         arrive()
 
-    when_last(refs.counters, refs.counter(which), plan.parts, join, interpret=refs.interpret)
+    when_last(refs.counters, refs.counter(which), plan.tiles.parts, join, interpret=refs.interpret)
 
 
 # ---- 2. expand -------------------------------------------------------------------------------------------------------
 def _finished(refs: Refs) -> jax.Array:
     """Waits for all of h. False: it never came."""
     plan, flag = refs.plan, refs.flag()
-    wanted = pl.cdiv(refs.count(), plan.tiles.items) * (1 if plan.joined else plan.parts)
+    wanted = pl.cdiv(refs.count(), plan.tiles.items) * (1 if plan.joined else plan.tiles.parts)
     if refs.interpret:  # programs run one after the other
         return refs.counters[flag] >= wanted
     read = lambda: plgpu.atomic_add(refs.counters, (flag,), jnp.int32(0))  # noqa: E731
@@ -134,40 +133,32 @@ def _finished(refs: Refs) -> jax.Array:
 
 def _sum_of_parts(refs: Refs, at: tuple, mask) -> jax.Array:
     load = lambda p: plgpu.load(refs.h.at[full(p, mask.shape), *at], mask=mask, other=0)  # noqa: E731
-    return functools.reduce(jnp.add, [load(p) for p in range(refs.plan.parts)])
+    return functools.reduce(jnp.add, [load(p) for p in range(refs.plan.tiles.parts)])
 
 
-def _hold(refs: Refs, at_slice, count) -> list[jax.Array]:
-    """h of one slice, of each row's own adapter: [padded T, ITEM] for each ITEM ranks. What is no adapter's is anything."""
+def _hold(refs: Refs, at_slice, count) -> jax.Array:
+    """h of one slice, of each row's own adapter: [padded T, ITEM]. What is no adapter's is anything."""
     row, r = positions((refs.plan.padded, ITEM))
     rows = refs.slot_ids.shape[0]
-    inside = (row < rows) & (count > 0)
-    of = lambda i: _sum_of_parts(refs, (at_slice * rows + row, i * ITEM + r), inside)  # noqa: E731
-    return [of(i) for i in range(layout.cdiv(refs.plan.rank, ITEM))]
+    return _sum_of_parts(refs, (at_slice * rows + row, r), (row < rows) & (count > 0))
 
 
-def _h(refs: Refs, at_slice, held: list[jax.Array], column0, count) -> list[jax.Array]:
+def _h(refs: Refs, at_slice, held: jax.Array, column0, count) -> list[jax.Array]:
     """A chunk of h of one slice as tensor cores take it, zeros where a row has another adapter: [padded T, chunk], and in a
     dtype of fewer bits than float32 what that leaves of it."""
     plan = refs.plan
     j = lax.div(column0, ITEM) + lax.iota(jnp.int32, plan.tiles.chunk // ITEM)
-    at, own = refs.own(full(at_slice, j.shape), j, j < count)
-    if plan.held:
-        # chosen, not multiplied by zero: another row's inf must not reach this one
-        first = jnp.broadcast_to(refs.field(FIRST, j, j < count)[None, :, None], own.shape)
-        h = jnp.zeros(own.shape, jnp.float32)
-        for i, value in enumerate(held):
-            h = jnp.where(own & (first == i * ITEM), jnp.broadcast_to(value[:, None], own.shape), h)
-    else:
-        h = _sum_of_parts(refs, at, own)
+    own = refs.own(full(at_slice, j.shape), j, j < count)[1]
+    h = jnp.where(
+        own, jnp.broadcast_to(held[:, None], own.shape), 0.0
+    )  # not times zero: inf must not reach another row
     return split(h.reshape(plan.padded, plan.tiles.chunk), refs.b.dtype)
 
 
 class Listed(NamedTuple):
-    """In registers: slot, first rank row and first row of B of each item [J or more], and the slot of each row [padded T]."""
+    """In registers: slot and first row of B of each item [J or more], and the slot of each row [padded T]."""
 
     slot: jax.Array
-    first: jax.Array
     b_row: jax.Array
     slot_ids: jax.Array
 
@@ -177,25 +168,29 @@ class Listed(NamedTuple):
         there, rows = j < refs.count(), refs.slot_ids.shape[0]
         b_row = plgpu.load(refs.items.at[full(refs.plan.linear, j.shape), j * ITEM], mask=there, other=0)
         slot_ids = plgpu.load(refs.slot_ids.at[t], mask=t < rows, other=-1)
-        return cls(refs.field(SLOT, j, there), refs.field(FIRST, j, there), b_row, slot_ids)
+        return cls(refs.field(SLOT, j, there), b_row, slot_ids)
 
 
 def _add_joined(sums: tuple, starts: tuple, at_slices: tuple, refs: Refs, listed: Listed) -> tuple[jax.Array, ...]:
-    """sums + h @ B, in steps that are pipelined like a product's. Of h only a row's own is loaded, the rest of a tile is zero."""
+    """sums + h @ B, in steps that are pipelined like a product's. Of h that is not dense only a row's own is loaded, the rest of a
+    tile is zero."""
     plan, chunk, rows, count = refs.plan, refs.plan.tiles.chunk, refs.slot_ids.shape[0], refs.count()
     halves = range(refs.joined.shape[0])
 
     def body(i, sums):
         (t, c), r = positions((plan.padded, chunk)), lax.iota(jnp.int32, chunk)
-        own, column, b_row = jnp.zeros(t.shape, jnp.bool_), jnp.zeros(t.shape, jnp.int32), jnp.zeros(r.shape, jnp.int32)
+        own, b_row = jnp.zeros(t.shape, jnp.bool_), jnp.zeros(r.shape, jnp.int32)
         for item in range(chunk // ITEM):
-            j, here = i * (chunk // ITEM) + item, lax.div(c, ITEM) == item
-            has = (listed.slot_ids == pick(listed.slot, j)) & (j < count)
-            own |= here & jnp.broadcast_to(has[:, None], own.shape)
-            if plan.rank > ITEM:
-                column = jnp.where(here, pick(listed.first, j), column)
+            j = i * (chunk // ITEM) + item
             b_row = jnp.where(lax.div(r, ITEM) == item, pick(listed.b_row, j), b_row)
-        column, b_row = column + lax.rem(c, ITEM), b_row + jnp.minimum(lax.rem(r, ITEM), refs.place - 1)
+            if not plan.dense:
+                has = (listed.slot_ids == pick(listed.slot, j)) & (j < count)
+                own |= (lax.div(c, ITEM) == item) & jnp.broadcast_to(has[:, None], own.shape)
+        b_row = b_row + jnp.minimum(lax.rem(r, ITEM), refs.place - 1)
+        column = lax.rem(c, ITEM)
+        if plan.dense:
+            column = i * chunk + c
+            own = (t < rows) & (column < count * ITEM)
         out = []
         for of_halves, start, at_slice in zip(sums, starts, at_slices, strict=True):
             b_rn = _b_tile(refs, start, of_halves[0].shape[1], i, count, b_row)
@@ -241,8 +236,8 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
         return tuple(_b_tile(refs, start, block_n, i, count) for start in starts)
 
     tiles = b_tiles(0)  # under way while this program waits
-    finished = True if plan.begun else _finished(refs)
-    held = [_hold(refs, at_slice, count) if plan.held else [] for at_slice in at_slices]
+    finished = _finished(refs)
+    held = [_hold(refs, at_slice, count) for at_slice in at_slices]
 
     def add(sums, tiles, i):
         out = []
@@ -262,4 +257,4 @@ def expand(sums: tuple, starts: tuple, refs: Refs) -> tuple[jax.Array, ...]:
     else:  # no loop that would be pipelined: its loads of h would fill shared memory
         steps = pl.cdiv(count * ITEM, chunk)
         _, sums, _ = lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), sums, tiles))
-    return sums if plan.begun else tuple(jnp.where(finished, total, jnp.nan) for total in sums)
+    return tuple(jnp.where(finished, total, jnp.nan) for total in sums)

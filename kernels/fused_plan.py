@@ -13,14 +13,13 @@ from . import lora_layout as layout
 from .adapters import LINE, Adapters
 from .in_kernel import full, halves, padded_rows
 from .lora_items import COUNT, FIELDS, FIRST, ITEM, SLOT
-from .tuning import LoRATiles, lora_tiles
+from .tuning import FEW_ITEMS, LoRATiles, lora_tiles
 
-MOST_HELD = 64  # ranks
+DENSE_ROWS = 16  # up to which reading the zeros of all items costs less than finding a row's own
 
 
 class Plan(NamedTuple):
-    """Static. padded: rows of a tile. room: J. parts: that h is made in. begun: whether it is there already, else this kernel
-    shrinks. joined: whether the last program to come adds the parts up, rather than all that read them."""
+    """Static. padded: rows of a tile. room: J."""
 
     slices: tuple[int, ...]
     linear: int
@@ -28,13 +27,15 @@ class Plan(NamedTuple):
     room: int
     rank: int
     tiles: LoRATiles
-    parts: int
-    begun: bool
-    joined: bool
 
     @property
     def shrinkers(self) -> int:
-        return 0 if self.begun else self.tiles.groups * self.parts
+        return self.tiles.groups * self.tiles.parts
+
+    @property
+    def joined(self) -> bool:
+        """Whether the last program to come adds the parts of h up, rather than all that read them."""
+        return self.tiles.joined
 
     @property
     def passes(self) -> int:
@@ -42,9 +43,14 @@ class Plan(NamedTuple):
         return layout.cdiv(self.room, self.tiles.items)
 
     @property
-    def held(self) -> bool:
-        """Whether a program that expands holds all of its rows' h."""
-        return self.rank <= MOST_HELD
+    def dense(self) -> bool:
+        """Whether joined h is [T, J * ITEM], zeros where a row has another adapter, rather than each row's own."""
+        return self.joined and (self.padded <= DENSE_ROWS or self.rank > ITEM)
+
+    @property
+    def late(self) -> bool:
+        """Whether h, of many rows and items, is there only when half of a large product is done."""
+        return self.padded > 16 and self.room > FEW_ITEMS
 
     @property
     def pieces(self) -> int:
@@ -61,15 +67,15 @@ def item_field(items, linear: int, field: int, j, mask=None) -> jax.Array:
 
 
 class Refs(NamedTuple):
-    """What a kernel sees of the adapters; h is scratch, or comes begun."""
+    """What a kernel sees of the adapters; h is scratch."""
 
-    a: Any  # None with `begun`
+    a: Any
     b: Any  # [L, P * Q, N]
     slot_ids: Any
     items: Any
     layer: Any
     h: Any  # [P, n * T, max(16, R)] float32: parts of x @ A^T of each row's own adapter, else anything
-    joined: Any  # [H, n * T, max(16, R)], if Plan.joined: their sums, in halves
+    joined: Any  # [H, n * T, max(16, R), or J * 16 if Plan.dense], if Plan.joined: their sums, in halves
     counters: Any
     plan: Plan
     interpret: bool
@@ -108,6 +114,17 @@ class Refs(NamedTuple):
         first = lax.div(first, ITEM) * ITEM  # so that a compiler sees that it is a multiple
         return (wide(at_slice * rows) + row, wide(first) + r), jnp.broadcast_to(own[:, :, None], shape)
 
+    def listed(self, at_slice, j, inside) -> tuple[tuple, jax.Array]:
+        """As `own`, in joined h that is dense: all rows of each item."""
+        rows, shape = self.slot_ids.shape[0], (self.plan.padded, j.shape[0], ITEM)
+        row, r = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
+        wide = lambda v: jnp.broadcast_to(v[None, :, None], shape)  # noqa: E731
+        return (wide(at_slice * rows) + row, wide(j * ITEM) + r), wide(inside) & (row < rows)
+
+    def apart(self, at: tuple, there) -> tuple:
+        """Interpreted, lanes that are masked store what they find, over what others store: they get a row of their own."""
+        return (jnp.where(there, at[0], self.h.shape[1] - 1), at[1]) if self.interpret else at
+
 
 class Call(NamedTuple):
     """A `pallas_call` of a product with or without adapters: all that it is given, what comes after the product's own results
@@ -145,19 +162,18 @@ def with_adapters(
     rows, inputs, n = adapters.slot_ids.shape[0], adapters.a.shape[3], len(adapters.slices)
     room, padded = adapters.items.shape[1] // FIELDS, padded_rows(rows)
     columns = block_n * (1 if expanded else n)
-    tiles = lora_tiles(rows, inputs, n, room, dtype.itemsize, columns, waits=expanded > 0)
-    begun = adapters.begun
-    parts, joined = (tiles.parts, tiles.joined) if begun is None else (begun.shape[0], False)
-    plan = Plan(adapters.slices, adapters.linear, padded, room, rank, tiles, parts, begun is not None, joined)
+    tiles = lora_tiles(rows, inputs, n, room, rank, dtype.itemsize, columns, waits=expanded > 0)
+    plan = Plan(adapters.slices, adapters.linear, padded, room, rank, tiles)
+    assert tiles.joined or rank <= ITEM, "h of several items a row, to be found by each program that reads it"
     b = adapters.b.reshape(layers, places * place, outputs)
-    first = adapters.a if begun is None else begun
-    more = (first, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
+    more = (adapters.a, b, adapters.slot_ids, adapters.items, adapters.layer.reshape(1), arrivals)
     like = jax.ShapeDtypeStruct
     results = [like(arrivals.shape, arrivals.dtype)]
-    if begun is None:
-        results.append(like((parts, n * rows + interpret, max(ITEM, rank)), jnp.float32))
-    if joined:
-        results.append(like((halves(dtype), n * rows + interpret, max(ITEM, rank)), dtype))
+    results.append(like((tiles.parts, n * rows + interpret, max(ITEM, rank)), jnp.float32))
+    if tiles.joined:
+        results.append(
+            like((halves(dtype), n * rows + interpret, room * ITEM if plan.dense else max(ITEM, rank)), dtype)
+        )
     assert expanded or not tiles.spread, "a product that waits for programs behind it"
     programs = plan.shrinkers + grid[0] * grid[1] + expanded
     return Call((*given, *more), tuple(results), (programs,), plan)
@@ -172,6 +188,5 @@ def split_refs(
     end = given + 6 + results
     a, b, slot_ids, items, layer, _ = refs[given : given + 6]
     counters, *h = refs[end:]
-    a, h = (None, [a]) if plan.begun else (a, h)
     adapters = Refs(a, b, slot_ids, items, layer, h[0], h[-1], counters, plan, interpret)
     return refs[:given], refs[end - results : end], adapters

@@ -79,10 +79,12 @@ def _swiglu(
 
 
 # ---- 2. the kernel ---------------------------------------------------------------------------------------------------
-def _pause(steps: int, n, tiles: int):
+def _pause(steps: int, n, tiles: int, late: bool):
     """After how many of its steps column tile n adds the adapters: in the middle of its work, where waiting leaves memory to
-    the others, and not when all others do, but when its neighbours do: they read the same rows of memory."""
-    return 3 * steps // 16 + lax.div(lax.div(n, TOGETHER) * (3 * steps // 4), layout.cdiv(tiles, TOGETHER))
+    the others, and not when all others do, but when its neighbours do: they read the same rows of memory. late: in its second
+    half, since h takes that long."""
+    first, span = (7 * steps // 16, steps // 2) if late else (3 * steps // 16, 3 * steps // 4)
+    return first + lax.div(lax.div(n, TOGETHER) * span, layout.cdiv(tiles, TOGETHER))
 
 
 def _kernel(*refs, block_n: int, block_k: int, eps: float | None, plan: Plan | None, interpret: bool):
@@ -100,7 +102,8 @@ def _kernel(*refs, block_n: int, block_k: int, eps: float | None, plan: Plan | N
         inverse = None if eps is None else inverse_of(squares[0], x.shape[1], eps, padded_rows(rows))
         between = None
         if adapters is not None:
-            between = _pause(steps, n, width // block_n), functools.partial(lora.expand, starts=starts, refs=adapters)
+            at = _pause(steps, n, width // block_n, adapters.plan.late)
+            between = at, functools.partial(lora.expand, starts=starts, refs=adapters)
         gate, up = accumulate(x, w, starts, 0, steps, block_n, block_k, between)
         if inverse is not None:
             gate, up = gate * inverse, up * inverse

@@ -158,17 +158,17 @@ class LoRATiles:
     spread: bool
 
 
-FEW_ITEMS = 8  # up to which a program that waited finds its rows' own faster than it reads a matrix
+FEW_ITEMS = 8  # up to which a program that waited finds its rows' own, of one item each, faster than it reads a matrix
 # Programs that shrink many items for many rows; half as many beside large tiles, whose registers they share.
 SHRINKERS = 64
 
 
 @rule
 def lora_tiles(
-    rows: int, inputs: int, slices: int, items: int, itemsize: int, columns: int, *, waits: bool
+    rows: int, inputs: int, slices: int, items: int, rank: int, itemsize: int, columns: int, *, waits: bool
 ) -> LoRATiles:
-    """rows T, inputs K (a multiple of 64), slices n, items J, columns that a program of the product computes. waits: whether
-    programs wait for the shrink from the start, rather than in the middle of their own work. Measured on an H200
+    """rows T, inputs K (a multiple of 64), slices n, items J, padded rank R, columns that a program of the product computes. waits:
+    whether programs wait for the shrink from the start, rather than in the middle of their own work. Measured on an H200
     (docs/performance.md)."""
     many, crowd = rows > 16, items > FEW_ITEMS
     short = inputs <= 4096 and waits  # a product that ends soon
@@ -176,7 +176,7 @@ def lora_tiles(
     block_k = most // (1 if itemsize < 4 else 2)
     while inputs % block_k:
         block_k //= 2
-    part = 512 if inputs <= 4096 and (many != waits or slices == 1) else 1024
+    part = 512 if inputs <= 4096 and (slices == 1 or many != waits and (many or not crowd)) else 1024
     parts, together = cdiv(inputs, part), 1  # items a pass: rows are read once for all of them
     if many and crowd:
         while _ceil_power(2 * together * slices) * ITEM <= (columns if itemsize < 4 else 64):
@@ -185,13 +185,17 @@ def lora_tiles(
         parts = cdiv(inputs // block_k, cdiv(inputs // block_k, wanted))  # none of them empty
     elif many and inputs <= 4096:
         together = max(1, 4 // slices)
+    elif crowd and itemsize < 4:
+        together = max(1, 4 // _ceil_power(slices))
     parts = max(1, min(16, parts, inputs // block_k))
-    groups = min(cdiv(items, together), 16 if many and crowd else 8)
+    groups = min(cdiv(items, together), 8 if not crowd else 16 if many else 32)
     spread = many and waits and slices > 1
-    joined = crowd or spread or not waits
-    long = itemsize < 4 and (not joined or crowd and short and slices == 1)
-    chunk = 64 if long or rows <= 16 and not joined else 32
-    return LoRATiles(groups, together, parts, block_k, chunk, joined, spread)
+    joined = crowd or spread or not waits or rank > ITEM
+    if many:
+        long = itemsize < 4 and (not joined or crowd and short and slices == 1 and rank <= ITEM)
+    else:
+        long = not joined or itemsize < 4 and (crowd or waits)
+    return LoRATiles(groups, together, parts, block_k, 64 if long else 32, joined, spread)
 
 
 TILE_SHRINKERS = 256  # programs wanted in a grid that shrinks tiles of rows: two a multiprocessor of the largest cards

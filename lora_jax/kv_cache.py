@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from lora_jax.kernels.adapters import Adapters
-from lora_jax.kernels.decode_attention import decode_attention, lora_decode_attention
+from lora_jax.kernels.decode_attention import decode_attention
 from lora_jax.kernels.prefill_attention import prefill_attention
 from lora_jax.kernels.rope_cache import HeadNorms, lora_rope_to_cache, rope_to_cache
 from lora_jax.kernels.tiled_expand import LoRASum, lora_add
@@ -46,18 +45,15 @@ class DecodeInputs:
         heads: int,
         window: int | None,
         norms: HeadNorms | None,
-        adapters: Adapters | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters | None]:
-        """qkv [R, C] or partial sums [S, R, C] -> (heads' outputs [R, H * D], kv with the new tokens, arrivals, adapters begun):
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """qkv [R, C] or partial sums [S, R, C] -> (heads' outputs [R, H * D], kv with the new tokens, arrivals):
         `decode_attention`."""
         if isinstance(qkv, LoRASum):
             qkv = lora_add(*qkv, implementation=self.implementation)
         given = (qkv, rope, kv, self.block_tables, self.positions, arrivals)
         how: dict[str, Any] = dict(heads=heads, scale=kv.shape[-1] ** -0.5, window=window, norms=norms)
         how["implementation"] = self.implementation
-        if adapters is None:
-            return *decode_attention(*given, **how), None
-        return lora_decode_attention(*given, adapters, **how)
+        return decode_attention(*given, **how)
 
 
 @dataclass(frozen=True)
@@ -84,10 +80,8 @@ class PrefillInputs:
         heads: int,
         window: int | None,
         norms: HeadNorms | None,
-        adapters: Adapters | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters | None]:
-        """qkv [T, C] or partial sums [S, T, C] -> (heads' outputs [T, H * D], kv with the new tokens, arrivals and adapters as they
-        were)."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """qkv [T, C] or partial sums [S, T, C] -> (heads' outputs [T, H * D], kv with the new tokens, arrivals as they were)."""
         how: dict[str, Any] = dict(heads=heads, norms=norms, implementation=self.implementation)
         if isinstance(qkv, LoRASum):
             q, kv = lora_rope_to_cache(*qkv, rope, kv, self.index, **how)
@@ -104,4 +98,4 @@ class PrefillInputs:
             window=window,
             implementation=self.implementation,
         )
-        return out.reshape(out.shape[0], -1), kv, arrivals, adapters
+        return out.reshape(out.shape[0], -1), kv, arrivals

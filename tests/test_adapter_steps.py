@@ -42,8 +42,7 @@ def test_steps_of_any_rank(rank):
 
 
 def test_steps_with_stored_tiles():
-    """Also for a product whose adapters attention begins, which has fewer choices than the tiles' key tells."""
-    key = Key("lora_tiles", (16, 576, 1, 16, 2, 64, True))
+    key = Key("lora_tiles", (16, 576, 1, 16, 16, 2, 64, True))
     found = candidates.candidates(key, None, candidates.LARGEST_CARD)
     assert len(found) >= 3
     for tiles in found:

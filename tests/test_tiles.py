@@ -31,7 +31,7 @@ from tests.support import step_programs
 
 QKV = Key("matmul_tiles", (8, 4096, 12288, 2, False))
 GATE_UP = Key("swiglu_tiles", (8, 4096, 11008, 2))
-LORA = Key("lora_tiles", (8, 4096, 3, 8, 2, 64, True))
+LORA = Key("lora_tiles", (8, 4096, 3, 8, 16, 2, 64, True))
 ATTENTION = Key("attention_tiles", (8, 32, 1, 256, 128, 2))
 KEYS = (QKV, GATE_UP, LORA, ATTENTION)
 OTHER = {key: candidates(key)[0] for key in KEYS}
@@ -46,7 +46,7 @@ def test_the_table_comes_before_the_rule_and_only_in_its_block():
     with tiles_in_use(TileTable.of(OTHER)):
         assert tuning.matmul_tiles(8, 4096, 12288, 2) == OTHER[QKV] != own(QKV)  # the default is part of the key
         assert tuning.matmul_tiles(8, 4096, 12288, itemsize=2, adapters=False) == OTHER[QKV]
-        assert tuning.lora_tiles(8, 4096, 3, 8, 2, 64, waits=True) == OTHER[LORA]
+        assert tuning.lora_tiles(8, 4096, 3, 8, 16, 2, 64, waits=True) == OTHER[LORA]
         assert tuning.matmul_tiles(8, 4096, 12288, 2, True) == RULES["matmul_tiles"](8, 4096, 12288, 2, True)
     assert tuning.matmul_tiles(8, 4096, 12288, 2) == own(QKV)
 
@@ -92,10 +92,10 @@ def test_the_rules_own_choices_are_in_the_space_and_have_neighbours(rows, itemsi
         Key("matmul_tiles", (rows, 4096, 12288, itemsize, False)),
         Key("matmul_tiles", (rows, 576, 960, itemsize, True)),
         Key("swiglu_tiles", (rows, 4096, 11008, itemsize)),
-        Key("lora_tiles", (rows, 11008, 1, 8, itemsize, 64, True)),
-        Key("lora_tiles", (rows, 4096, 3, 4, itemsize, 64, True)),
-        Key("lora_tiles", (rows, 4096, 3, 32, itemsize, 128, True)),
-        Key("lora_tiles", (rows, 4096, 2, 32, itemsize, 128, False)),
+        Key("lora_tiles", (rows, 11008, 1, 8, 16, itemsize, 64, True)),
+        Key("lora_tiles", (rows, 4096, 3, 4, 64, itemsize, 64, True)),
+        Key("lora_tiles", (rows, 4096, 3, 32, 64, itemsize, 128, True)),
+        Key("lora_tiles", (rows, 4096, 2, 32, 16, itemsize, 128, False)),
         Key("attention_tiles", (rows, 32, 1, 256, 128, itemsize)),
         Key("attention_tiles", (rows, 8, 4, 2048, 128, itemsize)),
     ]

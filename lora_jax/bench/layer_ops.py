@@ -216,7 +216,7 @@ class LayerOp:
         if hasattr(attention, "q_norm"):
             norms = HeadNorms(attention.q_norm.scale[...], attention.k_norm.scale[...], attention.q_norm.eps)
         how: dict[str, Any] = dict(heads=attention.heads, window=attention.window, norms=norms)
-        return inputs.attend(qkv, fixed["rope"], kv, arrivals=arrivals, **how)[:3]
+        return inputs.attend(qkv, fixed["rope"], kv, arrivals=arrivals, **how)
 
     def call(self, fixed: dict[str, Any], entry: Any, carry: list, arrivals: Any) -> tuple[Any, list, Any]:
         """(result, carry, arrivals) of one call."""

@@ -12,7 +12,6 @@ from lora_jax.kernels.adapters import Adapters, adapter_counters
 from lora_jax.kernels.add_norm import add_rms_norm
 from lora_jax.kernels.arrivals import new_arrivals
 from lora_jax.kernels.deferred_norm import DeferredNorm, Normed
-from lora_jax.kernels.output_shrink import takes_shrink
 from lora_jax.kernels.residual_matmul import fits_residual, residual_matmul
 from lora_jax.kernels.rope_cache import HeadNorms
 from lora_jax.kernels.skinny_matmul import fits, skinny_lora_matmul, skinny_matmul
@@ -47,10 +46,9 @@ class StepInputs(Protocol):
         heads: int,
         window: int | None,
         norms: HeadNorms | None,
-        adapters: Adapters | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Adapters | None]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """qkv [T, (H + 2K) * D], or partial sums [S, ...] of it, or its adapters still to be added -> (heads' outputs [T, H * D],
-        kv pages with the tokens, arrivals, adapters). adapters: of the linear that reads the outputs, which may come back begun."""
+        kv pages with the tokens, arrivals)."""
         ...
 
 
@@ -161,33 +159,13 @@ def activate(stream: Stream, linear: nnx.Linear, inputs: StepInputs) -> tuple[St
     return stream._replace(arrivals=arrivals), out
 
 
-def beginnable(linear: nnx.Linear, rows: int, inputs: StepInputs) -> Adapters | None:
-    """The adapters that attention may begin for the linear which reads its outputs, None where it does not."""
-    own = _residual_weights(linear, rows, inputs)
-    if own is None or own.adapters is None or not takes_shrink(rows, own.adapters.rank):
-        return None
-    return own.adapters
-
-
-def _residual_weights(linear: nnx.Linear, rows: int, inputs: StepInputs) -> _Weights | None:
-    size, outputs = linear.kernel.shape
-    return _weights(linear, rows, inputs) if fits_residual(rows, size, outputs, linear.kernel.dtype) else None
-
-
-def add(
-    stream: Stream,
-    linear: nnx.Linear,
-    y: jax.Array,
-    norm: RMSNorm,
-    inputs: StepInputs,
-    begun: Adapters | None = None,
-) -> Stream:
-    """The stream with linear(y) added to it, and its norm: as one kernel with few rows. begun: the linear's adapters, if
-    attention began them."""
-    own = _residual_weights(linear, y.shape[0], inputs)
+def add(stream: Stream, linear: nnx.Linear, y: jax.Array, norm: RMSNorm, inputs: StepInputs) -> Stream:
+    """The stream with linear(y) added to it, and its norm: as one kernel with few rows."""
+    (size, outputs), rows = linear.kernel.shape, y.shape[0]
+    own = _weights(linear, rows, inputs) if fits_residual(rows, size, outputs, linear.kernel.dtype) else None
     if own is not None:
-        kernel, scale, adapters = own.kernel, norm.scale[...], begun or own.adapters
-        return Stream(*residual_matmul(y, kernel, stream.x, scale, stream.arrivals, eps=norm.eps, adapters=adapters))
+        given = y, own.kernel, stream.x, norm.scale[...], stream.arrivals
+        return Stream(*residual_matmul(*given, eps=norm.eps, adapters=own.adapters))
     out, arrivals = _product(linear, y, stream.arrivals, inputs)
     if isinstance(out, LoRASum):
         out = lora_add(*out)
@@ -241,7 +219,7 @@ class Attention(nnx.Module):
         if hasattr(self, "q_norm"):
             norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
         stream, qkv = project(stream, self.qkv_proj, inputs)
-        out, kv, arrivals, begun = inputs.attend(
+        out, kv, arrivals = inputs.attend(
             qkv,
             rope,
             kv,
@@ -249,9 +227,8 @@ class Attention(nnx.Module):
             heads=self.heads,
             window=self.window,
             norms=norms,
-            adapters=beginnable(self.o_proj, stream.x.shape[0], inputs),
         )
-        return add(stream._replace(arrivals=arrivals), self.o_proj, out, following, inputs, begun), kv
+        return add(stream._replace(arrivals=arrivals), self.o_proj, out, following, inputs), kv
 
 
 class MLP(nnx.Module):

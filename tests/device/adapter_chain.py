@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 import layer_chain
 import lora_jax.kernels.fused_plan as fused_plan
+import lora_jax.kernels.tuning as tuning
 import numpy as np
 from lora_jax.kernels.adapters import Adapters, adapter_counters
 from lora_jax.kernels.add_norm import add_rms_norm
 from lora_jax.kernels.arrivals import new_arrivals
-from lora_jax.kernels.decode_attention import decode_attention, lora_decode_attention
+from lora_jax.kernels.decode_attention import decode_attention
 from lora_jax.kernels.lora_items import most_items, work_items
 from lora_jax.kernels.lora_layout import padded_rank
-from lora_jax.kernels.output_shrink import takes_shrink
 from lora_jax.kernels.residual_matmul import fits_residual, residual_matmul
 from lora_jax.kernels.skinny_matmul import skinny_lora_matmul, skinny_matmul
 from lora_jax.kernels.swiglu import lora_swiglu, swiglu
@@ -48,7 +48,7 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 @contextlib.contextmanager
 def _tiles(change: Callable[[LoRATiles, dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
     """The cut of the adapters' programs, changed by what change(tiles, sizes) says."""
-    rule, names = fused_plan.lora_tiles, ("rows", "inputs", "slices", "items", "itemsize", "columns")
+    rule, names = fused_plan.lora_tiles, ("rows", "inputs", "slices", "items", "rank", "itemsize", "columns")
 
     def changed(*sizes, waits):
         tiles, given = rule(*sizes, waits=waits), dict(zip(names, sizes, strict=True), waits=waits)
@@ -58,32 +58,31 @@ def _tiles(change: Callable[[LoRATiles, dict[str, Any]], dict[str, Any]]) -> Ite
         yield
 
 
-def _as_many_rows(tiles: LoRATiles, sizes: dict[str, Any], shrinkers: int = 64) -> dict[str, Any]:
-    """The shrink of many items cut as with more than 16 rows: passes as wide as 64 rank rows, one turn of all groups."""
-    if sizes["items"] <= 8:
-        return {}
-    together = max(1, 4 >> (sizes["slices"] - 1).bit_length())
-    passes, block_k = -(-sizes["items"] // together), min(tiles.block_k, 64)
-    wanted = (shrinkers if sizes["waits"] else shrinkers // 2) // min(passes, 16)
-    parts = max(1, min(wanted, 16, sizes["inputs"] // block_k))
-    return dict(items=together, groups=min(passes, 16), parts=parts, block_k=block_k)
+def _groups(tiles: LoRATiles, sizes: dict[str, Any], most: int) -> dict[str, Any]:
+    """Fewer programs shrink many items, each several passes of them."""
+    return dict(groups=min(tiles.groups, most)) if sizes["items"] > tuning.FEW_ITEMS else {}
+
+
+def _chunk(tiles: LoRATiles, sizes: dict[str, Any], chunk: int) -> dict[str, Any]:
+    return dict(chunk=chunk) if tiles.joined and sizes["waits"] else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """begun: whether attention begins o's adapters where it can. tiles: see `_tiles`."""
+    """tiles: see `_tiles`. dense_rows: up to which joined h is a matrix of all items where slots have one item each."""
 
-    begun: bool = True
     tiles: Callable[[LoRATiles, dict[str, Any]], dict[str, Any]] | None = None
+    dense_rows: int = fused_plan.DENSE_ROWS
 
 
 FORMS: dict[str, Form] = {
     PLAIN: Form(),
     "as it is": Form(),
-    "o not begun": Form(begun=False),
-    "few rows cut as many": Form(tiles=_as_many_rows),
-    "both": Form(begun=False, tiles=_as_many_rows),
-    "both, 128 programs": Form(begun=False, tiles=functools.partial(_as_many_rows, shrinkers=128)),
+    "8 groups": Form(tiles=functools.partial(_groups, most=8)),
+    "chunks of 32": Form(tiles=functools.partial(_chunk, chunk=32)),
+    "chunks of 128": Form(tiles=functools.partial(_chunk, chunk=128)),
+    "rows' own h": Form(dense_rows=0),
+    "dense h": Form(dense_rows=64),
 }
 
 
@@ -102,9 +101,7 @@ class Shape:
         return {"qkv": (own,) * 3, "gate_up": (self.wide,) * 2}.get(linear, (self.hidden,))
 
 
-def step(
-    x, kvs, tables, positions, rope, weights, stacks, slot_ids, items, places, *, shape, rank, adapted, begun, kernels
-):
+def step(x, kvs, tables, positions, rope, weights, stacks, slot_ids, items, places, *, shape, adapted, kernels):
     """All layers of a decode step: what is left of x, and the pages."""
     how: dict[str, Any] = dict(implementation=kernels)
     out, rows = [], x.shape[0]
@@ -116,7 +113,7 @@ def step(
         if not adapted:
             return None
         number, slices = LINEARS.index(linear), shape.slices(linear)
-        return Adapters(*stacks[linear], slot_ids, items, jnp.int32(layer), slices, number, None, places)
+        return Adapters(*stacks[linear], slot_ids, items, jnp.int32(layer), slices, number, places)
 
     def product(a, w, own, arrivals):
         return skinny_lora_matmul(a, w, own, arrivals, **how) if own else (skinny_matmul(a, w, **how), arrivals)
@@ -132,10 +129,7 @@ def step(
         qkv, arrivals = product(normed, w["qkv"], adapters("qkv", i), arrivals)
         given, own = (qkv, rope, kv, tables, positions, arrivals), adapters("o", i)
         options = dict(heads=shape.heads, scale=shape.size**-0.5, **how)
-        if own is not None and begun and takes_shrink(rows, rank):
-            a, kv, arrivals, own = lora_decode_attention(*given, own, **options)
-        else:
-            a, kv, arrivals = decode_attention(*given, **options)
+        a, kv, arrivals = decode_attention(*given, **options)
         out.append(kv)
         x, normed, arrivals = add(x, a, w["o"], own, w["norm"], arrivals)
         own = adapters("gate_up", i)
@@ -211,11 +205,12 @@ class Chain:
         return ids, work_items(sorted(set(ids.tolist())), ranks, self.padded, room, self.places), self.places
 
     def program(self, name: str) -> Any:
-        form, how = FORMS[name], dict(shape=self.shape, rank=self.padded, kernels=self.setup.implementation)
-        run = functools.partial(step, adapted=name != PLAIN, begun=form.begun, **how)
+        form, how = FORMS[name], dict(shape=self.shape, kernels=self.setup.implementation)
+        run = functools.partial(step, adapted=name != PLAIN, **how)
         compiling: Any = compiler_options(self.setup, True, None) or None
         jax.clear_caches()  # kernels are jitted functions, which would keep the tiles of the form before
-        with _tiles(form.tiles) if form.tiles else contextlib.nullcontext():
+        dense = mock.patch.object(fused_plan, "DENSE_ROWS", form.dense_rows)
+        with dense, _tiles(form.tiles) if form.tiles else contextlib.nullcontext():
             lowered = jax.jit(run, donate_argnums=1).lower(
                 self.x, self.kvs, *self.given, *self.adapters[self.o.active[0]]
             )

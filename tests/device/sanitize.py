@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from lora_jax.kernels.cases import AttentionCase
 from lora_jax.kernels.prefill_attention import BLOCK_TOKENS
 
-from tests.support import attention_oracle, begun_checks, placed
+from tests.support import attention_oracle, placed
 from tests.support import fused_lora_checks as fused
 from tests.support import kernel_checks as checks
 from tests.support import tiled_lora_checks as tiled
@@ -50,7 +50,6 @@ def _together(form: str) -> None:
 def _places(form: str) -> None:
     for op, rows in (("skinny", 5), ("skinny", 33), ("swiglu", 33)):
         placed.check_product(fused.Case(op, rows, 576, SHAPES[op], "bfloat16"), form)
-    placed.check_begun(next(c for c in begun_checks.CASES if c.padded_rank > 16), form)
     placed.check_tiles((48, 32, 32), form)
 
 
@@ -82,10 +81,6 @@ CHECKS: dict[str, Callable[[str], object]] = {
     "adapters-places": _places,
     **{
         f"adapters-{op}-{rows}": _fused(op, rows) for op in SHAPES for rows in (5, 33) if (op, rows) != ("residual", 33)
-    },
-    **{
-        f"adapters-begun-{i}": lambda form, c=c: begun_checks.check(begun_checks.make(c), form)
-        for i, c in enumerate(begun_checks.CASES[:6])
     },
 }
 

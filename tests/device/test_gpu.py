@@ -17,7 +17,6 @@ from lora_jax.kernels.prefill_attention import BLOCK_TOKENS
 from lora_jax.kernels.tuning import AttentionTiles
 
 from tests.support import attention_oracle, tiny
-from tests.support import begun_checks as begun
 from tests.support import fused_lora_checks as fused
 from tests.support import kernel_checks as checks
 
@@ -182,14 +181,6 @@ def test_products_with_adapters_do_not_depend_on_who_is_first(rows, names):
     """200 calls of each, four layers without anything between them."""
     cases = [with_adapters(name, rows, MIXED, layers=4) for name in names]
     fused.check_repeated(cases, "triton", [t % 9 - 1 for t in range(rows)], calls=50)
-
-
-LLAMA = begun.Case(32, 32, 128, 160, (0, 1, -1, 2, 3, 4, 5, 6), (16, 16, 8, 16, 1, 16, 0), 16)
-
-
-@pytest.mark.parametrize("case", [LLAMA, *begun.CASES], ids=lambda case: case.id)
-def test_attention_begins_what_the_next_linear_ends(case):
-    begun.check(begun.make(case), "triton")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import begun_checks, placed
+from tests.support import placed
 from tests.support.fused_lora_checks import Case
 
 pytestmark = pytest.mark.device
@@ -16,11 +16,6 @@ pytestmark = pytest.mark.device
 def test_in_a_product(op, rows):
     slices = {"skinny": (1024, 256, 256), "residual": (1024,), "swiglu": (1024, 1024)}[op]
     placed.check_product(Case(op, rows, 2048, slices, "bfloat16"), "triton")
-
-
-@pytest.mark.parametrize("case", [c for c in begun_checks.CASES if c.padded_rank > 16], ids=lambda case: case.id)
-def test_begun_by_attention(case):
-    placed.check_begun(case, "triton")
 
 
 @pytest.mark.parametrize("slices", [(48, 32, 32), (48, 48)])

@@ -50,8 +50,10 @@ def scratch_bytes(linear: Linear, rows: int, rank: int, dtype: str) -> int:
     """Of the parts of h in float32; of a residual product's parts too."""
     slices, items, itemsize = len(linear.slices), most_items(SLOTS, rank), jnp.dtype(dtype).itemsize
     op = "swiglu" if linear.name.endswith("gate_up") else "skinny"
-    tiles = tiles_of(op, rows, linear.inputs, linear.slices, items, itemsize)
-    h = (tiles.parts + tiles.joined) * slices * rows * max(ITEM, rank) * 4
+    tiles = tiles_of(op, rows, linear.inputs, linear.slices, items, rank, itemsize)
+    own = max(ITEM, rank)
+    joined = (items * ITEM if rows <= 16 or rank > ITEM else own) if tiles.joined else 0
+    h = (tiles.parts * own + joined) * slices * rows * 4
     outputs = sum(linear.slices)
     sums = (matmul_tiles(rows, linear.inputs, outputs, itemsize, adapters=True).parts + 1) * rows * outputs * 4
     return h + (sums if slices == 1 and rows <= MAX_ROWS else 0)

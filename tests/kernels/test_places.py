@@ -12,7 +12,6 @@ from lora_jax.kernels.tile_items import tile_items
 from lora_jax.config import LoRAConfig
 from tests.kernels.test_fused_lora import CASES, small
 from tests.support import placed
-from tests.support.begun_checks import CASES as BEGUN
 
 FUSED = [
     next(c for c in CASES if c.op == op and c.padded_rank == 64 and (c.rows > 16) == many)
@@ -26,12 +25,6 @@ in_form = pytest.mark.parametrize("form", ["interpret", "xla"])
 @pytest.mark.parametrize("case", [*FUSED, LARGE], ids=lambda case: case.id)
 def test_in_a_product(case, form):
     placed.check_product(case, form)
-
-
-@in_form
-@pytest.mark.parametrize("case", [c for c in BEGUN if c.padded_rank > 16], ids=lambda case: case.id)
-def test_begun_by_attention(case, form):
-    placed.check_begun(case, form)
 
 
 @in_form

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lora_jax.kernels.decode_attention import decode_attention, lora_decode_attention
+from lora_jax.kernels.decode_attention import decode_attention
 from lora_jax.kernels.lora_items import most_items, work_items
 from lora_jax.kernels.tile_items import most_tile_items, tile_items
 from lora_jax.kernels.tiled_expand import LoRASum, lora_add
@@ -30,22 +30,18 @@ CONFIG = dataclasses.replace(known_shape("tiny"), num_layers=3, layer_windows=(N
 OPS = ("add_rms_norm", "skinny_matmul", "skinny_lora_matmul", "swiglu", "lora_swiglu", "residual_matmul")
 TILED_OPS = ("lora_shrink_tiles", "lora_add", "lora_silu_mul")
 SLOTS, RANK = 3, 8
-BEGUN: list[int] = []  # rows of each attention that began adapters
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused(DecodeInputs):
     """As on a GPU, but for what computes."""
 
-    def attend(self, qkv, rope, kv, *, arrivals, adapters=None, **how):
+    def attend(self, qkv, rope, kv, *, arrivals, **how):
         assert arrivals is not None and arrivals.shape[0] >= self.positions.shape[0] * kv.shape[3]
         qkv = lora_add(*qkv, implementation="xla") if isinstance(qkv, LoRASum) else qkv
         given = qkv, rope, kv, self.block_tables, self.positions, arrivals
         how |= dict(scale=kv.shape[-1] ** -0.5, implementation="xla")
-        if adapters is None:
-            return *decode_attention(*given, **how), None
-        BEGUN.append(self.positions.shape[0])
-        return lora_decode_attention(*given, adapters, **how)
+        return decode_attention(*given, **how)
 
 
 @pytest.fixture(params=[dict(implementation="xla")], ids=["plain-jax"])

@@ -262,7 +262,7 @@ def check_counters(given: Given, after: np.ndarray, form: str, before: np.ndarra
 def _arrivals(case: Case, number: int) -> int:
     """How often programs come, for so many items."""
     room, itemsize = most_items(len(case.own_ranks), case.padded_rank), checks.oracle.numpy_dtype(case.dtype).itemsize
-    tiles = tiles_of(case.op, case.rows, case.inputs, case.slices, room, itemsize)
+    tiles = tiles_of(case.op, case.rows, case.inputs, case.slices, room, case.padded_rank, itemsize)
     return -(-number // tiles.items) * (1 if tiles.joined else tiles.parts)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from lora_jax.kernels.lora_items import most_items, work_items
 from lora_jax.kernels.tile_items import most_tile_items, tile_items
 
-from . import begun_checks, fused_lora_checks, tiled_lora_checks
+from . import fused_lora_checks, tiled_lora_checks
 
 Q = 16
 FORMS: dict[str, dict] = {"interpret": dict(interpret=True), "xla": dict(implementation="xla"), "triton": {}}
@@ -53,23 +53,6 @@ def check_product(case: fused_lora_checks.Case, form: str) -> None:
         rows = slice(None)
         assert fused_lora_checks.row_bits(got, rows) == fused_lora_checks.row_bits(want, rows)
     fused_lora_checks.check_result(given, got, form)
-
-
-def check_begun(case: begun_checks.Case, form: str) -> None:
-    """Begun by the attention before it."""
-    given = begun_checks.make(case)
-    used = sorted({s for s in case.slots if s >= 0})
-    ranks = np.array([case.ranks] * (begun_checks.LINEAR + 1), np.int32)
-    adapters = moved(given.adapters, ranks, used, case.padded_rank)
-    parts, totals = begun_checks.check(given, form)
-    x, _, _, begun = begun_checks.attend(given, form, adapters)
-    got = np.array(begun.begun)
-    own = np.array([s >= 0 and case.ranks[s] > 0 for s in case.slots])
-    product = begun_checks.product(given, x, form, begun)
-    if form != "xla":
-        assert np.array_equal(got[:, own], parts[:, own]) and np.array_equal(product, totals)
-    np.testing.assert_allclose(got.sum(0)[own], parts.sum(0)[own], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(product.astype(np.float32), totals.astype(np.float32), rtol=1e-2, atol=1e-5)
 
 
 def check_tiles(slices: tuple[int, ...], form: str) -> None:
